@@ -1,0 +1,114 @@
+// Rows of a strided tensor of any floating type, read into and written from contiguous fp32 scratch.
+#pragma once
+
+#include "common/elements.h"
+#include "common/vec.h"
+
+namespace dskernels {
+namespace {
+
+DSKERNELS_INLINE float to_float(float x) { return x; }
+
+DSKERNELS_INLINE float to_float(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+// Rounds to nearest even; a NaN stays a NaN (its payload may lose low bits, so the quiet bit is set).
+DSKERNELS_INLINE void from_float(float x, BFloat16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  out->bits = static_cast<uint16_t>((x != x ? bits | 0x400000u : rounded) >> 16);
+}
+
+DSKERNELS_INLINE void from_float(float x, float* out) { *out = x; }
+
+#if defined(__F16C__)
+DSKERNELS_INLINE float to_float(Float16 x) { return _cvtsh_ss(x.bits); }
+
+DSKERNELS_INLINE void from_float(float x, Float16* out) { out->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+// Moves exponent and mantissa into fp32's place and lets a multiplication correct the bias: exact, subnormals included.
+DSKERNELS_INLINE float to_float(Float16 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  uint32_t bits = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
+  if (bits >= 0x0f800000u) {  // infinity or NaN
+    bits |= 0x7f800000u;
+  } else {
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof(magnitude));
+    magnitude *= 0x1p112f;
+    std::memcpy(&bits, &magnitude, sizeof(bits));
+  }
+  bits |= sign;
+  float result;
+  std::memcpy(&result, &bits, sizeof(result));
+  return result;
+}
+
+DSKERNELS_INLINE void from_float(float x, Float16* out) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+  bits &= 0x7fffffffu;
+  uint32_t half;
+  if (bits > 0x7f800000u) {
+    half = 0x7e00u;
+  } else if (bits >= 0x477ff000u) {  // rounds to 65536 or beyond
+    half = 0x7c00u;
+  } else if (bits < 0x38800000u) {  // subnormal: adding 2^-1 aligns the mantissa and rounds to nearest even
+    float magnitude;
+    std::memcpy(&magnitude, &bits, sizeof(magnitude));
+    magnitude += 0.5f;
+    std::memcpy(&half, &magnitude, sizeof(half));
+    half -= 0x3f000000u;
+  } else {
+    half = (bits + 0xc8000fffu + ((bits >> 13) & 1u)) >> 13;  // bias 127 -> 15, round to nearest even
+  }
+  out->bits = static_cast<uint16_t>(sign | half);
+}
+#endif
+
+template <class T>
+inline void load_row_as(const void* from, int64_t stride, int64_t count, float* __restrict to) {
+  const T* __restrict source = static_cast<const T*>(from);
+  if (stride == 1) {
+    for (int64_t i = 0; i < count; ++i) to[i] = to_float(source[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = to_float(source[i * stride]);
+  }
+}
+
+template <class T>
+inline void store_row_as(const float* __restrict from, float factor, int64_t count, void* to, int64_t stride) {
+  T* __restrict target = static_cast<T*>(to);
+  if (stride == 1) {
+    for (int64_t i = 0; i < count; ++i) from_float(from[i] * factor, target + i);
+  } else {
+    for (int64_t i = 0; i < count; ++i) from_float(from[i] * factor, target + i * stride);
+  }
+}
+
+// to[i] = from[i * stride] as fp32, for i in [0, count).
+inline void load_row(Element element, const void* from, int64_t stride, int64_t count, float* to) {
+  switch (element) {
+    case Element::kFloat32: return load_row_as<float>(from, stride, count, to);
+    case Element::kBFloat16: return load_row_as<BFloat16>(from, stride, count, to);
+    case Element::kFloat16: return load_row_as<Float16>(from, stride, count, to);
+  }
+}
+
+// to[i * stride] = from[i] * factor, rounded once to the element type.
+inline void store_row(Element element, const float* from, float factor, int64_t count, void* to, int64_t stride) {
+  switch (element) {
+    case Element::kFloat32: return store_row_as<float>(from, factor, count, to, stride);
+    case Element::kBFloat16: return store_row_as<BFloat16>(from, factor, count, to, stride);
+    case Element::kFloat16: return store_row_as<Float16>(from, factor, count, to, stride);
+  }
+}
+
+}  // namespace
+}  // namespace dskernels

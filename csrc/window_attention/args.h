@@ -1,0 +1,51 @@
+// What the window attention kernels take: plain data, so that a caller needs no torch.
+#pragma once
+
+#include <cstdint>
+
+#include "common/elements.h"
+
+namespace dskernels {
+
+// Stands for "no bound"; half of the type's range, so that sums with positions cannot overflow.
+constexpr int64_t kUnbounded = int64_t{1} << 61;
+
+struct WindowAttentionArgs {
+  int64_t batch, heads_q, heads_kv, len_q, len_k, dim_qk, dim_v;
+  // Query i stands at position p = i + query_offset and sees key j iff -left <= j - p <= right.
+  int64_t left, right, query_offset;
+  float scale;
+  // Tables [positions, rotary_dim / 2]; rotary_dim is 0 without rotary embedding.
+  const float* cos;
+  const float* sin;
+  int64_t rotary_dim;
+  bool interleaved;
+  View4 q, k, v, out;
+  float* lse;  // [batch, heads_q, len_q], contiguous, natural logarithm
+};
+
+struct WindowAttentionBackwardArgs {
+  WindowAttentionArgs forward;  // out and lse hold the forward's results
+  View4 grad_out, grad_q, grad_k, grad_v;
+  const float* grad_lse;  // [batch, heads_q, len_q] or null
+  float* shared;          // `shared_bytes` of the plan: gradients of keys that two chunks see
+};
+
+// How a call divides into independent tasks. It depends on shapes alone, never on the number of threads, so neither
+// do the results.
+struct WindowAttentionPlan {
+  int64_t tasks;
+  int64_t scratch_bytes;  // for each task that runs, 64-byte aligned
+  int64_t merge_tasks;    // backward only: run after all tasks
+  int64_t shared_bytes;   // backward only
+};
+
+struct WindowAttentionKernels {
+  WindowAttentionPlan (*plan)(const WindowAttentionArgs&);
+  void (*run)(const WindowAttentionArgs&, int64_t task, void* scratch);
+  WindowAttentionPlan (*plan_backward)(const WindowAttentionArgs&);
+  void (*run_backward)(const WindowAttentionBackwardArgs&, int64_t task, void* scratch);
+  void (*merge_backward)(const WindowAttentionBackwardArgs&, int64_t task, void* scratch);
+};
+
+}  // namespace dskernels
