@@ -1,0 +1,13 @@
+"""Fused kernels for windowed, mixed-precision and quantized transformers, as drop-in PyTorch operators."""
+
+from dskernels._library import build_info, load_compiled
+from dskernels._registry import explain, use_backend
+from dskernels.rope import RopeTable, rope_table
+from dskernels.window_attention import window_attention
+
+__version__ = "0.1.0"
+
+__all__ = ["RopeTable", "__version__", "build_info", "explain", "rope_table", "use_backend", "window_attention"]
+
+# After the imports above: the kernels join operators that are defined already.
+load_compiled()

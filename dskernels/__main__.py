@@ -1,0 +1,88 @@
+"""``python -m dskernels``: what was built, which backend serves each operator here and why, and a short self-test."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dskernels as dk
+from dskernels._registry import Backend, Operator, registered
+from dskernels.testing import assert_close_to_reference
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def main() -> int:
+    """Prints the report and returns the exit status: 1 if a backend is wrong."""
+    _print_build()
+    failures = 0
+    for operator in registered():
+        tensors, options = operator.example()
+        print()
+        print(dk.explain(operator.name, *tensors, **options))
+        for backend in operator.backends:
+            for dtype in _DTYPES:
+                verdict = _self_test(operator, backend, dtype)
+                failures += verdict.startswith("FAILED")
+                print(f"  self-test {backend.name:<9} {str(dtype).removeprefix('torch.'):<8} {verdict}")
+    print()
+    print(f"self-test: {f'{failures} FAILED' if failures else 'passed'}")
+    return 1 if failures else 0
+
+
+def _print_build() -> None:
+    info = dk.build_info()
+    print(f"dskernels {info['version']}, torch {info['torch']}, {torch.get_num_threads()} threads")
+    compiled = info["compiled"]
+    if compiled is None:
+        print(f"compiled: nothing; {info['not_loaded']}")
+        return
+    print(f"compiled: by {compiled['compiler']} for torch {compiled['torch']}")
+    print(
+        f"  CPU tiers: {_listed(compiled['cpu_tiers'])}; can run here: {_listed(compiled['cpu_tiers_here'])}; "
+        f"in use: {info['cpu_tier']}"
+    )
+    print(f"  CUDA architectures: {_listed(compiled['cuda_archs'])}")
+    print(f"  kernels: {_listed(info['kernels'])}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _self_test(operator: Operator, backend: Backend, dtype: torch.dtype) -> str:
+    """``"ok"``, ``"skipped: <reason>"`` or ``"FAILED: <reason>"`` for outputs and gradients against float64."""
+    torch.manual_seed(0)
+    tensors, options = operator.example()
+    rounded = [tensor.to(dtype) for tensor in tensors]
+    reason = backend.refuses(operator.prepare(*rounded, **options))
+    if reason is not None:
+        return f"skipped: {reason}"
+    reference = operator.find("reference")
+    try:
+        exact = _outputs_and_gradients(operator, reference, [tensor.double() for tensor in rounded], options)
+        plain = _outputs_and_gradients(operator, reference, rounded, options)
+        got = _outputs_and_gradients(operator, backend, rounded, options)
+        for index, results in enumerate(zip(got, exact, plain, strict=True)):
+            assert_close_to_reference(*results, f"result {index} of outputs and gradients")
+    except (AssertionError, RuntimeError) as error:
+        return f"FAILED: {error}"
+    return "ok"
+
+
+def _outputs_and_gradients(
+    operator: Operator, backend: Backend, tensors: list[Tensor], options: dict[str, Any]
+) -> list[Tensor]:
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    outputs = backend.run(operator.prepare(*leaves, **options))
+    # The same weights for every dtype: small integers are exact in all of them.
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randint(-4, 5, out.shape, generator=generator).to(out.dtype) for out in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, weights)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

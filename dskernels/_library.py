@@ -1,0 +1,128 @@
+"""The ``dskernels`` operator library: operators defined from Python, kernels loaded from ``dskernels._C``.
+
+Every operator is defined here with a plain PyTorch default, so that it runs with nothing compiled.
+Loading ``dskernels._C`` adds faster kernels for the same operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "dskernels"
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+logger = logging.getLogger(NAMESPACE)
+
+# Strides are part of the contract (see `empty_in_layout_of`), so a compiler must hand the tensors over as traced.
+_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+
+_operators: list[str] = []
+_kernels: frozenset[str] = frozenset()
+_module: ModuleType | None = None
+_not_loaded: str | None = "dskernels._C has not been loaded yet"
+
+
+def define(name: str, arguments_and_returns: str) -> torch._ops.OpOverload:
+    """Defines ``dskernels::<name>`` and returns its only overload."""
+    LIBRARY.define(f"{name}{arguments_and_returns}", tags=_TAGS)
+    _operators.append(name)
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return overload
+
+
+def load_compiled() -> None:
+    """Imports ``dskernels._C``, which registers the compiled kernels; keeps the reason where that is not possible.
+
+    Raises:
+        ValueError: ``DSKERNELS_CPU_TIER`` names a tier that this build or this CPU lacks.
+    """
+    global _kernels, _module, _not_loaded
+    if importlib.util.find_spec("dskernels._C") is None:
+        _not_loaded = "dskernels was installed without compiled kernels (no dskernels._C)"
+        logger.info("%s: the plain PyTorch references serve", _not_loaded)
+        return
+    try:
+        _module = importlib.import_module("dskernels._C")
+    except ImportError as error:
+        # Built, yet not loadable, is a fault that must be seen: a missing library, another Python.
+        _not_loaded = f"dskernels._C is there but cannot be loaded: {error}"
+        logger.warning("%s; the plain PyTorch references serve", _not_loaded)
+        return
+    _module.cpu_tier()
+    _not_loaded = None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    _kernels = frozenset(
+        f"{name}/{key}" for name in _operators for key in ("CPU", "CUDA") if has_kernel(f"{NAMESPACE}::{name}", key)
+    )
+
+
+def why_no_kernel(name: str, key: str) -> str | None:
+    """None if a compiled kernel of operator ``name`` is loaded for dispatch key ``key``, else the reason."""
+    if f"{name}/{key}" in _kernels:
+        return None
+    return _not_loaded or f"dskernels._C was built without a {key} kernel for {name}"
+
+
+def build_info() -> dict[str, Any]:
+    """Describes what was built and loaded.
+
+    Returns:
+        A dictionary with ``version`` (of dskernels), ``torch`` (the running version), ``compiled`` (what
+        ``dskernels._C`` says of itself: compiler, CPU tiers, CUDA architectures; None without it), ``cpu_tier`` (the
+        tier in use, or None), ``not_loaded`` (why there is no ``dskernels._C``, or None) and ``kernels`` (the
+        compiled kernels that are registered, as ``"<operator>/<dispatch key>"``).
+    """
+    from dskernels import __version__
+
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "compiled": _module.build_info() if _module else None,
+        "cpu_tier": _module.cpu_tier() if _module else None,
+        "not_loaded": _not_loaded,
+        "kernels": sorted(_kernels),
+    }
+
+
+def empty_in_layout_of(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A new ``[B, H, N, D]`` tensor of ``like``'s dtype and device, laid out in memory as ``like`` is.
+
+    The one layout rule: with ``like.stride(1) < like.stride(2)`` the heads of a token lie together, as they do after
+    a ``[B, N, H * D]`` projection, and the result is allocated as ``[B, N, H, D]`` and returned transposed; else it is
+    contiguous. So whoever comes from such a projection gets the result back without a copy.
+    """
+    batch, heads, length, width = shape
+    if like.stride(1) < like.stride(2):
+        return like.new_empty((batch, length, heads, width)).transpose(1, 2)
+    return like.new_empty((batch, heads, length, width))
+
+
+def to_layout_of(like: Tensor, result: Tensor) -> Tensor:
+    """``result`` under the rule of `empty_in_layout_of`; differentiable, and no copy where it lies so already."""
+    if like.stride(1) < like.stride(2):
+        return result.transpose(1, 2).contiguous().transpose(1, 2)
+    return result.contiguous()
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the autocast dtype where autocast is on for their device; float64 is left alone, as in torch."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def autocast_disabled(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Keeps autocast from lowering the precision of what a reference computes on purpose in float32."""
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)

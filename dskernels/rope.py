@@ -1,0 +1,107 @@
+"""Tables of rotary position embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dskernels._checks import is_integer, is_number, wrong_type, wrong_value
+
+SCALING_TYPES = ("default",)
+
+
+class RopeTable(NamedTuple):
+    """Cosines and sines of rotary position embeddings; row ``p`` belongs to position ``p``.
+
+    Attributes:
+        cos: shape ``[P, rotary_dim / 2]``, float32.
+        sin: shape ``[P, rotary_dim / 2]``, float32.
+        interleaved: which components form the pairs: ``(2i, 2i + 1)`` if true, else ``(i, i + rotary_dim / 2)``.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of the first components of a head are rotated."""
+        return 2 * self.cos.shape[-1]
+
+    @property
+    def max_positions(self) -> int:
+        """How many positions the table holds."""
+        return self.cos.shape[0]
+
+    def to(self, device: torch.device | str | int) -> RopeTable:
+        """The same table on another device. Always float32: half precision cannot tell late positions apart."""
+        return RopeTable(self.cos.to(device), self.sin.to(device), self.interleaved)
+
+
+def rope_table(
+    head_dim: int,
+    max_positions: int,
+    *,
+    theta: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    scaling: Mapping[str, Any] | None = None,
+) -> RopeTable:
+    """Builds the table of rotary position embeddings.
+
+    Pair ``i`` of a head at position ``p`` is rotated by ``p * theta ** (-2 i / rotary_dim)``. Angles, cosines and
+    sines are computed in float64 and stored in float32.
+
+    Args:
+        head_dim: components of a head.
+        max_positions: rows of the table: positions ``0`` to ``max_positions - 1``.
+        theta: the base of the frequencies. Default: 10000.
+        rotary_dim: how many of the first components are rotated, an even number up to ``head_dim``; the rest pass
+            unchanged. Default: ``head_dim``.
+        interleaved: pairs ``(2i, 2i + 1)`` as in RoFormer and GPT-J, instead of ``(i, i + rotary_dim / 2)`` as in
+            GPT-NeoX and Llama. Default: False.
+        scaling: None, or a mapping with Hugging Face's key ``rope_type``. Supported: ``"default"`` (no scaling).
+
+    Returns:
+        A `RopeTable` on torch's default device.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a size is not positive, ``rotary_dim`` is odd or above ``head_dim``, ``theta`` is not positive, or
+            the scaling is not supported.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 14, 15 and 34.
+    """
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    for name, value in (("head_dim", head_dim), ("max_positions", max_positions), ("rotary_dim", rotary_dim)):
+        if not is_integer(value):
+            raise wrong_type(name, "an int", value)
+        if value < 1:
+            raise wrong_value(name, "a positive number", value)
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise wrong_value("rotary_dim", f"an even number up to head_dim = {head_dim}", rotary_dim)
+    if not is_number(theta):
+        raise wrong_type("theta", "a number", theta)
+    if not theta > 0:
+        raise wrong_value("theta", "a positive number", theta)
+    if not isinstance(interleaved, bool):
+        raise wrong_type("interleaved", "a bool", interleaved)
+    _check_scaling(scaling)
+    frequencies = float(theta) ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / -rotary_dim)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)
+    return RopeTable(angles.cos().float(), angles.sin().float(), interleaved)
+
+
+def _check_scaling(scaling: Mapping[str, Any] | None) -> None:
+    if scaling is None:
+        return
+    if not isinstance(scaling, Mapping):
+        raise wrong_type("scaling", "None or a mapping with the key 'rope_type'", scaling)
+    if scaling.get("rope_type") not in SCALING_TYPES:
+        supported = ", ".join(repr(name) for name in SCALING_TYPES)
+        raise wrong_value("scaling", f"None or a 'rope_type' among {supported}", dict(scaling))
+    if len(scaling) > 1:
+        raise wrong_value("scaling", "no key but 'rope_type' for the type 'default'", dict(scaling))

@@ -1,0 +1,132 @@
+"""The operators ``dskernels::window_attention`` and ``dskernels::window_attention_backward`` as torch sees them.
+
+Definition, default (the reference), shapes for tracing, gradient, autocast rule and operation count.
+Compiled kernels join when ``dskernels._C`` is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define, empty_in_layout_of
+from dskernels.window_attention.reference import window_attention_backward_reference, window_attention_reference
+
+_OPTIONS = "Tensor? cos, Tensor? sin, SymInt? left, SymInt? right, SymInt query_offset, float scale, bool interleaved"
+
+forward_op = define("window_attention", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
+backward_op = define(
+    "window_attention_backward",
+    f"(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS})"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+)
+
+LIBRARY.impl("window_attention", window_attention_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("window_attention_backward", window_attention_backward_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(forward_op, lib=LIBRARY)
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, queries, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = empty_in_layout_of(q, (batch, heads, queries, v.shape[3]))
+    return out, q.new_empty((batch, heads, queries), dtype=lse_dtype)
+
+
+@torch.library.register_fake(backward_op, lib=LIBRARY)
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_in_layout_of(q, q.shape), empty_in_layout_of(k, k.shape), empty_in_layout_of(v, v.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cos, sin, *ctx.options = inputs
+    # Most losses do not use lse: its missing gradient stays None, which the kernels skip.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cos, sin)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cos, sin = ctx.saved_tensors
+    none = (None,) * (len(ctx.needs_input_grad) - 3)
+    if grad_out is None and grad_lse is None:
+        return (None, None, None, *none)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = backward_op(grad_out, grad_lse, q, k, v, out, lse, cos, sin, *ctx.options)
+    needed = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
+    return (*needed, *none)
+
+
+torch.library.register_autograd(forward_op, _backward, setup_context=_save_for_backward, lib=LIBRARY)
+
+
+def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    raise NotImplementedError(
+        "window_attention: the compiled backward cannot be differentiated again; "
+        'backend="reference" can be, any number of times'
+    )
+
+
+torch.library.register_autograd(backward_op, _double_backward, lib=LIBRARY)
+
+
+def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    # The rope tables are not cast: half precision cannot tell late positions apart.
+    q, k, v = cast_for_autocast(q, k, v)
+    with autocast_disabled(q.device.type):
+        result: tuple[Tensor, Tensor] = forward_op(q, k, v, *options)
+    return result
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    LIBRARY.impl("window_attention", _forward_autocast, _key)
+
+
+def count_seen_pairs(queries: int, keys: int, left: int | None, right: int | None, query_offset: int) -> int:
+    """How many (query, key) pairs a window lets through, in closed form."""
+
+    def pairs_up_to(distance: int) -> int:
+        # Query i sees clip(i + query_offset + distance + 1, 0, keys) of the keys j <= i + query_offset + distance.
+        first = query_offset + distance + 1
+        return _sum_of_clipped(first + queries - 1, keys) - _sum_of_clipped(first - 1, keys)
+
+    if left is not None and right is not None and left + right < 0:
+        return 0
+    below_right = queries * keys if right is None else pairs_up_to(right)
+    below_left = 0 if left is None else pairs_up_to(-left - 1)
+    return below_right - below_left
+
+
+def _sum_of_clipped(last: int, keys: int) -> int:
+    # The sum of clip(x, 0, keys) over all integers x <= last.
+    rising = min(max(last, 0), keys)
+    return rising * (rising + 1) // 2 + max(last - keys, 0) * keys
+
+
+def _attention_flop(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], left: int | None, right: int | None, offset: int, width: int
+) -> int:
+    pairs = count_seen_pairs(q_shape[2], k_shape[2], left, right, offset)
+    return 2 * q_shape[0] * q_shape[1] * pairs * width
+
+
+@register_flop_formula(torch.ops.dskernels.window_attention)
+def _forward_flop(
+    q: Any, k: Any, v: Any, cos: Any, sin: Any, left: Any, right: Any, offset: int, *_: Any, **__: Any
+) -> int:
+    # Scores and output; a multiply-add counts 2, as everywhere in torch's counter.
+    return _attention_flop(q, k, left, right, offset, q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.dskernels.window_attention_backward)
+def _backward_flop(
+    grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any, **_: Any
+) -> int:
+    _cos, _sin, left, right, offset, *_rest = options
+    # Scores again, dq and dk over the head's width; dv and dp over the value's.
+    return _attention_flop(q, k, left, right, offset, 3 * q[3] + 2 * v[3])

@@ -1,0 +1,61 @@
+"""The exported names, their signatures, and what their documentation must say."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from pathlib import Path
+
+import pytest
+
+import dskernels as dk
+
+SIGNATURES = {
+    "RopeTable": "(cos, sin, interleaved=False)",
+    "build_info": "()",
+    "explain": "(operator, /, *args, backend=None, **kwargs)",
+    "rope_table": "(head_dim, max_positions, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None)",
+    "use_backend": "(backend)",
+    "window_attention": "(q, k, v, *, window=(None, None), rope=None, scale=None, query_offset=None, return_lse=False,"
+    " backend=None)",
+}
+OPERATORS = ("window_attention",)
+
+
+def test_exported_names() -> None:
+    assert sorted(dk.__all__) == sorted([*SIGNATURES, "__version__"])
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    signature = inspect.signature(getattr(dk, name))
+    # Without annotations: Python versions print them in different ways.
+    bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    assert str(signature.replace(parameters=bare, return_annotation=signature.empty)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_annotations(name: str) -> None:
+    signature = inspect.signature(getattr(dk, name))
+    assert all(parameter.annotation is not parameter.empty for parameter in signature.parameters.values())
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_docstring(name: str) -> None:
+    thing = getattr(dk, name)
+    text = inspect.getdoc(thing) or ""
+    parameters = [p for p in inspect.signature(thing).parameters if p != "self"]
+    for parameter in parameters:
+        assert f"{parameter}:" in text, f"{name} does not describe {parameter}"
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_docstring_of_an_operator(name: str) -> None:
+    text = inspect.getdoc(getattr(dk, name)) or ""
+    for part in ("Args:", "Returns:", "Raises:", "Backends:", "Source", "shape ``[", "Default:", "float32"):
+        assert part in text, f"{name}: no {part}"
+
+
+def test_version_and_typing() -> None:
+    assert dk.__version__ == importlib.metadata.version("dskernels")
+    assert (Path(dk.__file__).parent / "py.typed").exists()
