@@ -1,6 +1,7 @@
 // What every CPU binding needs of torch's stable ABI: views, allocation and the running of tasks.
 #pragma once
 
+#include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -34,13 +35,28 @@ inline View4 view4(const Tensor& t, const char* name) {
   return {t.data_ptr(), element_of(t, name), {t.stride(0), t.stride(1), t.stride(2), t.stride(3)}};
 }
 
+// Asks for huge pages under a large fresh result. Its memory has often never been touched, and a fault for every 4 KiB
+// costs as much as the kernel that writes there.
+inline void advise_huge_pages(const Tensor& t) {
+#ifdef MADV_HUGEPAGE
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(t.numel()) * t.element_size();
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage, last = end / kHugePage * kHugePage;
+  // Only advice: where the system has none to give, nothing changes.
+  if (first < last) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 // A fresh [batch, heads, rows, columns] tensor in the memory order of `like`: heads innermost but one where `like` has
-// them so, as a projection leaves them. The fake kernels follow the same rule (dskernels/_library.py).
+// them so, as a projection leaves them. The fake kernels follow the same rule (`empty_in_layout_of` in
+// dskernels/_library.py).
 inline Tensor empty_in_order_of(const Tensor& like, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
-  if (like.stride(1) < like.stride(2)) {
-    return torch::stable::transpose(torch::stable::new_empty(like, {batch, rows, heads, columns}), 1, 2);
-  }
-  return torch::stable::new_empty(like, {batch, heads, rows, columns});
+  const bool token_major = like.stride(1) < like.stride(2);
+  const Tensor result = token_major ? torch::stable::new_empty(like, {batch, rows, heads, columns})
+                                    : torch::stable::new_empty(like, {batch, heads, rows, columns});
+  advise_huge_pages(result);
+  return token_major ? torch::stable::transpose(result, 1, 2) : result;
 }
 
 // Runs f(task, scratch) for every task on torch's threads, each thread with scratch of its own. Threads take the next

@@ -30,6 +30,24 @@ DSKERNELS_INLINE void from_float(float x, float* out) { *out = x; }
 DSKERNELS_INLINE float to_float(Float16 x) { return _cvtsh_ss(x.bits); }
 
 DSKERNELS_INLINE void from_float(float x, Float16* out) { out->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+
+#if defined(DSKERNELS_TIER_AVX512)
+DSKERNELS_INLINE VecF load_halves(const Float16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+
+DSKERNELS_INLINE void store_halves(Float16* p, VecF x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+DSKERNELS_INLINE VecF load_halves(const Float16* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+DSKERNELS_INLINE void store_halves(Float16* p, VecF x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
 #else
 // Moves exponent and mantissa into fp32's place and lets a multiplication correct the bias: exact, subnormals included.
 DSKERNELS_INLINE float to_float(Float16 x) {
@@ -75,20 +93,33 @@ DSKERNELS_INLINE void from_float(float x, Float16* out) {
 template <class T>
 inline void load_row_as(const void* from, int64_t stride, int64_t count, float* __restrict to) {
   const T* __restrict source = static_cast<const T*>(from);
+  int64_t i = 0;
+#if defined(__F16C__)
+  // The compiler vectorizes the loops below by itself, but for this conversion.
+  if constexpr (__is_same(T, Float16)) {
+    for (; stride == 1 && i + kLanes <= count; i += kLanes) store(to + i, load_halves(source + i));
+  }
+#endif
   if (stride == 1) {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_float(source[i]);
+    for (; i < count; ++i) to[i] = to_float(source[i]);
   } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = to_float(source[i * stride]);
+    for (; i < count; ++i) to[i] = to_float(source[i * stride]);
   }
 }
 
 template <class T>
 inline void store_row_as(const float* __restrict from, float factor, int64_t count, void* to, int64_t stride) {
   T* __restrict target = static_cast<T*>(to);
+  int64_t i = 0;
+#if defined(__F16C__)
+  if constexpr (__is_same(T, Float16)) {
+    for (; stride == 1 && i + kLanes <= count; i += kLanes) store_halves(target + i, factor * load(from + i));
+  }
+#endif
   if (stride == 1) {
-    for (int64_t i = 0; i < count; ++i) from_float(from[i] * factor, target + i);
+    for (; i < count; ++i) from_float(from[i] * factor, target + i);
   } else {
-    for (int64_t i = 0; i < count; ++i) from_float(from[i] * factor, target + i * stride);
+    for (; i < count; ++i) from_float(from[i] * factor, target + i * stride);
   }
 }
 

@@ -114,6 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward_cpu(
   const WindowAttentionKernels& kernels = DSKERNELS_SELECT_TIER(window_attention_kernels);
   const WindowAttentionPlan plan = kernels.plan_backward(args.forward);
   const Tensor shared = torch::stable::new_empty(lse, {plan.shared_bytes / int64_t{sizeof(float)}}, ScalarType::Float);
+  advise_huge_pages(shared);
   args.shared = static_cast<float*>(shared.data_ptr());
   run_tasks(plan.tasks, plan.scratch_bytes,
             [&](int64_t task, void* scratch) { kernels.run_backward(args, task, scratch); });

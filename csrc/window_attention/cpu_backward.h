@@ -163,11 +163,10 @@ inline void backward_tile(const WindowAttentionBackwardArgs& args, const QueryTi
   for (int64_t begin = tile.first_key(); begin < tile.end_key(); begin += kBlockKeys) {
     const int64_t end = min_of(begin + kBlockKeys, tile.end_key());
     const ScoreMask<kBackwardVectors> mask(tile, begin, end);
-    score_block(tile, keys, scratch.queries, forward.dim_qk, begin, end, scratch.weights, prefetcher,
-                [&](int64_t j, int v, ScoreColumn& scores)
-                    __attribute__((always_inline)) { mask.apply(j, v, scores); });
-    score_block(tile, values, scratch.grad_outs, forward.dim_v, begin, end, scratch.grad_scores, prefetcher,
-                [](int64_t, int, ScoreColumn&) __attribute__((always_inline)) {});
+    const auto keep = [](int, ScoreColumn&) __attribute__((always_inline)) {};
+    score_block(tile, keys, scratch.queries, forward.dim_qk, begin, end, scratch.weights, prefetcher, mask, keep);
+    score_block(tile, values, scratch.grad_outs, forward.dim_v, begin, end, scratch.grad_scores, prefetcher, mask,
+                keep);
     grad_softmax_block(tile, statistics, begin, end, scratch.weights, scratch.grad_scores);
     sum_over_queries(window, tile, scratch.weights, scratch.grad_out_rows, stride_v, begin, end,
                      scratch.grad_v + (begin - first_key) * stride_v);

@@ -93,9 +93,8 @@ inline void forward_tile(const WindowAttentionArgs& args, const QueryTile<kForwa
     VecF block_maximum[kForwardVectors];
     for (VecF& maximum : block_maximum) maximum = broadcast(-kInfinity);
     const ScoreMask<kForwardVectors> mask(tile, begin, end);
-    score_block(tile, keys, scratch.queries, args.dim_qk, begin, end, scratch.scores, prefetcher,
-                [&](int64_t j, int v, ScoreColumn& scores) __attribute__((always_inline)) {
-                  mask.apply(j, v, scores);
+    score_block(tile, keys, scratch.queries, args.dim_qk, begin, end, scratch.scores, prefetcher, mask,
+                [&](int v, ScoreColumn& scores) __attribute__((always_inline)) {
                   VecF maximum = scores[0];
                   DSKERNELS_UNROLL
                   for (int m = 1; m < kScoreKeys; ++m) maximum = vmax(maximum, scores[m]);

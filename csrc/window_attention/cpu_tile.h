@@ -121,49 +121,6 @@ inline void load_tile(const WindowAttentionArgs& args, const QueryTile<kVectors>
 // The sums of kScoreKeys keys for one vector of queries.
 typedef VecF ScoreColumn[kScoreKeys];
 
-// out[m][r] = sum over d of keys(m, d) * transposed[d][r] for the vectors [v, v + N) of the tile's queries r.
-// `finish` may change each column of sums before it is stored.
-template <int N, int kTile, class Finish>
-DSKERNELS_INLINE void score_group(const RowPointers<kScoreKeys>& keys, const float* transposed, int64_t dim, int v,
-                                  float* out, const Finish& finish) {
-  VecF acc[kScoreKeys][N] = {};
-  multiply_accumulate(acc, keys, transposed + v * kLanes, kTile, 0, dim);
-  DSKERNELS_UNROLL
-  for (int n = 0; n < N; ++n) {
-    ScoreColumn sums;
-    DSKERNELS_UNROLL
-    for (int m = 0; m < kScoreKeys; ++m) sums[m] = acc[m][n];
-    finish(v + n, sums);
-    DSKERNELS_UNROLL
-    for (int m = 0; m < kScoreKeys; ++m) store(out + m * kTile + (v + n) * kLanes, sums[m]);
-  }
-}
-
-// out[j - block_begin][r] for the block's keys j, in groups of kScoreKeys, each with the vectors whose queries see any
-// of the group: the rest of `out` is not written. `finish(j, v, sums)` as in score_group, j the group's first key.
-template <int kVectors, class Finish>
-DSKERNELS_NOINLINE void score_block(const QueryTile<kVectors>& tile, const KeyRows& rows, const float* transposed,
-                                    int64_t dim, int64_t block_begin, int64_t block_end, float* out,
-                                    Prefetcher& prefetcher, const Finish& finish) {
-  constexpr int kTile = kVectors * kLanes;
-  for (int64_t j = block_begin; j < block_end; j += kScoreKeys) {
-    prefetcher.step();
-    int v = 0, v_end = kVectors;
-    while (v < kVectors && tile.vector_end(v, block_end) <= j) ++v;
-    while (v_end > v && tile.vector_first(v_end - 1, block_begin) >= j + kScoreKeys) --v_end;
-    RowPointers<kScoreKeys> keys;
-    for (int m = 0; m < kScoreKeys; ++m) keys.row[m] = rows.row(min_of(j + m, block_end - 1));
-    float* target = out + (j - block_begin) * kTile;
-    const auto finish_j = [&](int vector, ScoreColumn& sums)
-                              __attribute__((always_inline)) { finish(j, vector, sums); };
-    for (; v_end - v >= kScoreVectors; v += kScoreVectors) {
-      score_group<kScoreVectors, kTile>(keys, transposed, dim, v, target, finish_j);
-    }
-    if (v_end - v == 2) score_group<2, kTile>(keys, transposed, dim, v, target, finish_j);
-    if (v_end - v == 1) score_group<1, kTile>(keys, transposed, dim, v, target, finish_j);
-  }
-}
-
 // -inf where the key is outside the lane's window, so that softmax gives exactly 0 there.
 template <int kVectors>
 struct ScoreMask {
@@ -190,6 +147,60 @@ struct ScoreMask {
     }
   }
 };
+
+// out[m][r] = sum over d of keys(m, d) * transposed[d][r] for the vectors [v, v + N) of the tile's queries r.
+// `finish(v, sums)` may change each column of sums before it is stored.
+template <int N, int kTile, class Finish>
+DSKERNELS_INLINE void score_group(const RowPointers<kScoreKeys>& keys, const float* transposed, int64_t dim, int v,
+                                  float* out, const Finish& finish) {
+  VecF acc[kScoreKeys][N] = {};
+  multiply_accumulate(acc, keys, transposed + v * kLanes, kTile, 0, dim);
+  DSKERNELS_UNROLL
+  for (int n = 0; n < N; ++n) {
+    ScoreColumn sums;
+    DSKERNELS_UNROLL
+    for (int m = 0; m < kScoreKeys; ++m) sums[m] = acc[m][n];
+    finish(v + n, sums);
+    DSKERNELS_UNROLL
+    for (int m = 0; m < kScoreKeys; ++m) store(out + m * kTile + (v + n) * kLanes, sums[m]);
+  }
+}
+
+// out[j - block_begin][r] for the block's keys j, in groups of kScoreKeys, each with the vectors whose queries see any
+// of the group: the rest of `out` is not written. Where not all queries of the tile see the group, `mask` is applied.
+template <int kVectors, class Finish>
+DSKERNELS_NOINLINE void score_block(const QueryTile<kVectors>& tile, const KeyRows& rows, const float* transposed,
+                                    int64_t dim, int64_t block_begin, int64_t block_end, float* out,
+                                    Prefetcher& prefetcher, const ScoreMask<kVectors>& mask, const Finish& finish) {
+  constexpr int kTile = kVectors * kLanes;
+  static_assert(kVectors % kScoreVectors == 0);
+  const int64_t bulk_begin = tile.low[kTile - 1], bulk_end = min_of(tile.high[0], block_end);
+  for (int64_t j = block_begin; j < block_end; j += kScoreKeys) {
+    prefetcher.step();
+    RowPointers<kScoreKeys> keys;
+    float* target = out + (j - block_begin) * kTile;
+    if (j >= bulk_begin && j + kScoreKeys <= bulk_end) {
+      for (int m = 0; m < kScoreKeys; ++m) keys.row[m] = rows.row(j + m);
+      for (int v = 0; v < kVectors; v += kScoreVectors) {
+        score_group<kScoreVectors, kTile>(keys, transposed, dim, v, target, finish);
+      }
+      continue;
+    }
+    int v = 0, v_end = kVectors;
+    while (v < kVectors && tile.vector_end(v, block_end) <= j) ++v;
+    while (v_end > v && tile.vector_first(v_end - 1, block_begin) >= j + kScoreKeys) --v_end;
+    for (int m = 0; m < kScoreKeys; ++m) keys.row[m] = rows.row(min_of(j + m, block_end - 1));
+    const auto masked = [&](int vector, ScoreColumn& sums) __attribute__((always_inline)) {
+      mask.apply(j, vector, sums);
+      finish(vector, sums);
+    };
+    for (; v_end - v >= kScoreVectors; v += kScoreVectors) {
+      score_group<kScoreVectors, kTile>(keys, transposed, dim, v, target, masked);
+    }
+    if (v_end - v == 2) score_group<2, kTile>(keys, transposed, dim, v, target, masked);
+    if (v_end - v == 1) score_group<1, kTile>(keys, transposed, dim, v, target, masked);
+  }
+}
 
 // target[m][:] (+)= sum over k in [low[m], high[m]) of a(m, k) * b[k][:] for kSumRows rows of `vectors` vectors.
 template <bool kAdd, class A>

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,36 @@ class WindowAttentionCall(NamedTuple):
     query_offset: int
     scale: float
     interleaved: bool
+
+
+@overload
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: tuple[int | None, int | None] = ...,
+    rope: RopeTable | None = ...,
+    scale: float | None = ...,
+    query_offset: int | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: tuple[int | None, int | None] = ...,
+    rope: RopeTable | None = ...,
+    scale: float | None = ...,
+    query_offset: int | None = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def window_attention(

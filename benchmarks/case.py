@@ -1,0 +1,104 @@
+"""What a benchmark is made of: a problem, those who solve it, and what the result is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+OURS = "dskernels"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Problem(Protocol):
+    """One piece of work of fixed sizes, counted by formula. Problems are equal when their sizes are."""
+
+    dtype: str
+    result_names: Sequence[str]
+
+    @property
+    def operations(self) -> int:
+        """Useful operations; a multiply-add counts 2."""
+
+    @property
+    def compulsory_bytes(self) -> int:
+        """Bytes that must move whatever the algorithm: each input read once, each result written once."""
+
+    def draw(self) -> Any:
+        """The inputs, the same on every call."""
+
+    def expected(self, inputs: Any, dtype: torch.dtype) -> list[Tensor]:
+        """The results by the reference, computed in ``dtype`` from the inputs as they are."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A competitor ready to be timed.
+
+    Attributes:
+        run: does the work once and returns the results, in the order of ``Problem.result_names``.
+        notes: what a reader of the results should know, such as the block size that a peer chose.
+    """
+
+    run: Callable[[], Sequence[Tensor]]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Competitor:
+    """One way to do an operator's work.
+
+    Attributes:
+        name: how options, targets and results call it.
+        title: how tables call it.
+        refuses: the reason why it cannot take a problem here, or None.
+        prepare: does all that is not part of the work (masks, tables, compilation), outside the timing.
+    """
+
+    name: str
+    title: str
+    refuses: Callable[[Any], str | None]
+    prepare: Callable[[Any, Any], Prepared]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """A competitor on a problem: what is timed in turn with the other lanes of its case."""
+
+    name: str
+    title: str
+    problem: Any
+    competitor: Competitor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Lanes that are timed in turn, and what their ratios are held to.
+
+    Attributes:
+        op: the operator.
+        name: how options and results call the case.
+        title: how tables call it.
+        dtype: a key of `DTYPES`.
+        lanes: the contestants; one that is not there is reported, not left out.
+        baseline: name of the lane that the others are divided by.
+        targets: for a lane, how many times the baseline's time it must take at least; for ``"sgemm"`` and ``"copy"``,
+            the share of that ceiling that the baseline must reach at least.
+        limits: for a lane, how many times the baseline's time and memory it may take at most.
+        sweep: what changes from lane to lane, for plots: the axis and a value for each lane.
+        device: where it runs.
+    """
+
+    op: str
+    name: str
+    title: str
+    dtype: str
+    lanes: Sequence[Lane]
+    baseline: str = OURS
+    targets: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
+    sweep: tuple[str, tuple[int, ...]] | None = None
+    device: str = "cpu"

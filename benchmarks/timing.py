@@ -1,0 +1,68 @@
+"""Timing in turn: A B A B ... in one process, so that what drifts in the machine drifts under everyone."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Turns = list[list[float]]
+
+# Fewer turns say nothing about spread; slow peers get these however long they take.
+LEAST_TURNS = 5
+
+# A turn of a quick competitor is some calls, the first of them untimed: it would pay for caches that others emptied.
+_TURN_SECONDS = 0.05
+_MOST_CALLS = 10
+_WARM_BELOW_SECONDS = 0.1
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], Any]], *, seconds: float = 0.0, repeats: int | None = None
+) -> dict[str, Turns]:
+    """Times every function in turn, round after round.
+
+    Args:
+        runs: what to time, by name, in the order of a round; each has run before, so that nothing is first-time work.
+        seconds: start no new round after this time, once there are `LEAST_TURNS`.
+        repeats: this many rounds instead.
+
+    Returns:
+        For each name a list of turns, one a round, each a list of the seconds of its calls.
+    """
+    estimates = {name: _timed(run) for name, run in runs.items()}
+    turns: dict[str, Turns] = {name: [] for name in runs}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        rounds = 0
+        while rounds < repeats if repeats is not None else rounds < LEAST_TURNS or _since(start) < seconds:
+            for name, run in runs.items():
+                turns[name].append(_turn(run, estimates[name]))
+            rounds += 1
+    finally:
+        if collecting:
+            gc.enable()
+    return turns
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start
+
+
+def _turn(run: Callable[[], Any], estimate: float) -> list[float]:
+    if estimate < _WARM_BELOW_SECONDS:
+        run()
+    calls = max(1, min(_MOST_CALLS, int(_TURN_SECONDS / estimate)))
+    return [_timed(run) for _ in range(calls)]
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    results = run()
+    seconds = _since(start)
+    # Giving the results' memory back is not part of the work.
+    del results
+    return seconds

@@ -1,0 +1,8 @@
+"""Modules around the operators of `dskernels`; each can be used alone."""
+
+from dsaccel.modules.attention import WindowAttention
+from dsaccel.modules.block import GeluMLP, SwiGLU, TransformerBlock
+from dsaccel.modules.language_model import SlidingWindowLM
+from dsaccel.modules.rotary import RotaryEmbedding
+
+__all__ = ["GeluMLP", "RotaryEmbedding", "SlidingWindowLM", "SwiGLU", "TransformerBlock", "WindowAttention"]

@@ -1,0 +1,131 @@
+"""A causal language model whose layers see a sliding window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dsaccel.modules.block import TransformerBlock
+from dsaccel.modules.rotary import RotaryEmbedding
+
+
+class SlidingWindowLM(nn.Module):
+    """A decoder of `TransformerBlock`: every layer sees the last ``window`` tokens, with rotary positions.
+
+    ``logits = norm(blocks(embed(tokens))) @ embed.weight.T``: the head is the embedding, one parameter. What a token
+    says reaches ``num_layers * (window - 1)`` tokens further, while time and memory of the attention grow linearly.
+
+    Args:
+        vocab_size: number of tokens ``V``.
+        dim: components of a token.
+        num_layers: number of blocks.
+        num_heads: query heads.
+        num_kv_heads: key and value heads. Default: ``num_heads``.
+        window: how many tokens a layer sees: the token itself and the ``window - 1`` before it. Default: 128.
+        max_positions: the longest sequence. Default: 4096.
+        theta: base of the rotary frequencies. Default: 10000.
+        mlp: ``"swiglu"`` or ``"gelu"``. Default: ``"swiglu"``.
+        hidden_dim: components inside the MLPs. Default: that of `SwiGLU` or `GeluMLP`.
+
+    Raises:
+        ValueError: ``window``, ``num_layers`` or ``num_heads`` is below 1, or as `TransformerBlock`.
+
+    Sources: Jiang et al., "Mistral 7B", 2023, section 2 (sliding window and its reach); Press and Wolf, "Using the
+    Output Embedding to Improve Language Models", 2017 (tied head); Radford et al., "Language Models are Unsupervised
+    Multitask Learners", 2019, section 2.3 (what is added to the residual stream starts smaller by the square root of
+    the number of additions).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        window: int = 128,
+        max_positions: int = 4096,
+        theta: float = 10000.0,
+        mlp: str = "swiglu",
+        hidden_dim: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("window", window), ("num_layers", num_layers), ("num_heads", num_heads)):
+            if value < 1:
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        # One table for all layers.
+        rope = RotaryEmbedding(dim // num_heads, max_positions, theta=theta)
+        self.window = window
+        self.max_positions = max_positions
+        self.embed = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                dim, num_heads, num_kv_heads, (window - 1, 0), rope, mlp=mlp, hidden_dim=hidden_dim, bias=False
+            )
+            for _ in range(num_layers)
+        )
+        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        with torch.no_grad():
+            for name, weight in self.blocks.named_parameters():
+                if name.endswith(("attn.proj.weight", "mlp.down_proj.weight", "mlp.fc2.weight")):
+                    weight.mul_((2 * num_layers) ** -0.5)
+
+    @property
+    def reach(self) -> int:
+        """How many of the last tokens the next one depends on: the token itself and what the windows reach."""
+        return len(self.blocks) * (self.window - 1) + 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The scores of every next token.
+
+        Args:
+            tokens: shape ``[B, N]``, int64 or int32, in ``[0, V)``.
+
+        Returns:
+            Logits, shape ``[B, N, V]``, in the dtype of the weights; row ``n`` depends on ``tokens[:, :n + 1]``.
+
+        Raises:
+            IndexError: ``N`` exceeds ``max_positions``, or a token is outside the vocabulary.
+        """
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, count: int, *, temperature: float = 1.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Continues sequences, token by token, each drawn from ``softmax(logits / temperature)``.
+
+        Each step computes the last tokens anew, as many as matter to the next one; rotary positions are relative, so
+        it does not matter that they are counted from the first of these.
+
+        Args:
+            tokens: shape ``[B, N]``, int64, ``N`` at least 1.
+            count: how many tokens to add.
+            temperature: below 1 prefers the likely; 0 takes the likeliest. Default: 1.
+            generator: source of randomness. Default: torch's own.
+
+        Returns:
+            Shape ``[B, N + count]``: ``tokens`` and what follows.
+
+        Raises:
+            ValueError: ``temperature`` is negative, or there is no token to start from.
+        """
+        if not temperature >= 0:
+            raise ValueError(f"temperature: expected a number not below 0, got {temperature}")
+        if tokens.dim() != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens: expected shape [B, N] with N at least 1, got {list(tokens.shape)}")
+        context = min(self.reach, self.max_positions)
+        for _ in range(count):
+            logits = self(tokens[:, -context:])[:, -1].float()
+            if temperature == 0:
+                following = logits.argmax(-1, keepdim=True)
+            else:
+                following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat((tokens, following), 1)
+        return tokens

@@ -1,0 +1,206 @@
+"""The command line on tiny sizes: verification, visible skips, results. No timing is judged."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import benchmarks.ops.window_attention as cases
+from benchmarks import machine, run
+from benchmarks.case import OURS, Prepared
+from benchmarks.memory import Memory, peak_memory
+from benchmarks.peers import competitors_for
+from benchmarks.results import CEILING, read
+from benchmarks.run import main
+
+ROOT = Path(__file__).parents[2]
+# One thread: tiny sizes gain nothing from two, and lose much where other tests run beside them.
+QUICK = ["window_attention", "--quick", "--threads", "1", "--repeats", "2"]
+
+
+def _run(tmp_path, *arguments):
+    path = tmp_path / "results.jsonl"
+    status = main([*QUICK, "--out", str(path), *arguments])
+    return status, read(path)
+
+
+def _replace_competitor(monkeypatch, name, prepare):
+    """Puts another ``prepare`` into ours or a peer; it gets the original, the problem and the inputs."""
+
+    def changed(competitor):
+        original = competitor.prepare
+        if competitor.name != name:
+            return competitor
+        return dataclasses.replace(competitor, prepare=lambda *arguments: prepare(original, *arguments))
+
+    peers = [changed(competitor) for competitor in competitors_for("window_attention")]
+    monkeypatch.setattr(cases, "_OURS", changed(cases._OURS))
+    monkeypatch.setattr(cases, "competitors_for", lambda op: peers)
+
+
+def _one_key_too_many(original, problem, inputs):
+    return original(dataclasses.replace(problem, seen=problem.seen + 1), inputs)
+
+
+def test_list_names_cases_targets_and_lanes(capsys):
+    assert main(["--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "forward-fp32 " in listed
+    assert "targets: flex ≥ 4, sdpa_mask ≥ 18, sgemm ≥ 0.95" in listed
+    assert "lanes: dskernels, flex, sdpa_mask" in listed
+    assert main(["--list", "--dtype", "bf16", "--device", "cpu"]) == 0
+    assert "fp32" not in capsys.readouterr().out
+
+
+def test_every_case_runs_without_peers(tmp_path, capsys, monkeypatch):
+    # A process for each of six lanes takes too long here; a test of its own measures one.
+    monkeypatch.setattr(run, "peak_memory", lambda case, lane, *, quick: Memory(lane.problem.length, 1))
+    status, records = _run(tmp_path, "--peers", "none")
+    assert status == 0
+    assert {record.case for record in records} == {case.name for case in cases.cases()}
+    ours = [record for record in records if record.notes]
+    assert all(record.status == "timed" and len(record.turns) == 2 for record in ours)
+    assert {record.title for record in records if record.kind == CEILING} == {"sgemm", "copy"}
+    growth = [record for record in records if record.case == "growth-forward-fp32" and record.kind != CEILING]
+    assert [record.name for record in growth] == ["N=256", "N=512", "N=1024"]
+    assert [record.peak_bytes for record in growth] == [256, 512, 1024]
+    printed = capsys.readouterr().out
+    assert "skipped  flex: not asked for (--peers)" in printed
+    assert "target ≥ 4× as fast as flex: NOT MEASURED: not asked for (--peers)" in printed
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's counters of memory")
+def test_peak_memory_holds_inputs_and_results():
+    (case,) = (case for case in cases.cases(quick=True) if case.name == "growth-forward-fp32")
+    lane = case.lanes[-1]
+    memory = peak_memory(case, lane, quick=True)
+    inputs = lane.problem.draw()
+    held = sum(tensor.nbytes for tensor in (*inputs[:3], inputs.q))
+    # Pages that were free before the inputs came are not counted, so a little less is right, too.
+    assert memory.peak > 0.5 * held
+    assert 0 <= memory.scratch < memory.peak
+
+
+def test_every_peer_takes_part_or_says_why_not(tmp_path, capsys):
+    status, records = _run(tmp_path, "--case", "forward-fp32", "forward-backward-fp32")
+    assert status == 0
+    lanes = {(record.case, record.name): record for record in records if record.kind != CEILING}
+    for name in (OURS, "sdpa_mask"):
+        assert lanes["forward-fp32", name].status == lanes["forward-backward-fp32", name].status == "timed"
+    # Without a C++ compiler Flex cannot be compiled, which is a reason, too.
+    assert lanes["forward-fp32", "flex"].status == "timed" or lanes["forward-fp32", "flex"].reason
+    assert lanes["forward-backward-fp32", "flex"].status == "skipped"
+    assert "skipped  flex: FlexAttention has no backward on the CPU" in capsys.readouterr().out
+
+
+def test_records_say_where_they_come_from(tmp_path):
+    _, records = _run(tmp_path, "--case", "forward-bf16", "--peers", "sdpa_mask")
+    for record in records:
+        assert record.machine["threads"] == 1
+        assert {"cpu", "flags", "cpu_tier", "load_average", "torch", "torch_parallel", "git"} <= record.machine.keys()
+        assert str(ROOT) not in str(record)
+
+
+def test_broken_operator_is_caught_and_not_timed(tmp_path, capsys, monkeypatch):
+    _replace_competitor(monkeypatch, OURS, _one_key_too_many)
+    status, records = _run(tmp_path, "--case", "forward-fp32", "--peers", "sdpa_mask")
+    assert status == 1
+    assert records[0].status == "wrong"
+    assert "out: largest error" in records[0].reason
+    assert not any(record.turns for record in records)
+    assert "WRONG    dskernels" in capsys.readouterr().out
+
+
+def test_broken_gradient_is_caught(tmp_path, monkeypatch):
+    def wrong_last_gradient(original, problem, inputs):
+        step = original(problem, inputs).run
+        return Prepared(lambda: [*step()[:-1], step()[-1] * 1.01])
+
+    _replace_competitor(monkeypatch, OURS, wrong_last_gradient)
+    status, records = _run(tmp_path, "--case", "forward-backward-fp32", "--peers", "none")
+    assert status == 1
+    assert "grad_v" in records[0].reason
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_peer_that_does_other_work_is_caught_and_not_timed(tmp_path, monkeypatch, dtype):
+    _replace_competitor(monkeypatch, "sdpa_mask", _one_key_too_many)
+    status, records = _run(tmp_path, "--case", f"forward-{dtype}", "--peers", "sdpa_mask")
+    assert status == 1
+    by_name = {record.name: record for record in records}
+    assert by_name["sdpa_mask"].status == "wrong"
+    assert by_name[OURS].status == "timed"
+
+
+def test_peer_that_raises_is_skipped_with_the_reason(tmp_path, capsys, monkeypatch):
+    def broken(original, problem, inputs):
+        raise RuntimeError("no such library\nand a long trace")
+
+    _replace_competitor(monkeypatch, "sdpa_mask", broken)
+    status, records = _run(tmp_path, "--case", "forward-fp32", "--peers", "sdpa_mask")
+    assert status == 0
+    assert {record.name: record.reason for record in records}["sdpa_mask"] == "RuntimeError: no such library"
+    assert "skipped  sdpa_mask: RuntimeError: no such library" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "unknown op nothing"),
+        (["--case", "nothing"], "unknown case nothing"),
+        (["--dtype", "fp8"], "unknown dtype fp8"),
+        (["--peers", "nobody,flex"], "unknown peer nobody"),
+        (["--quick", "--report"], "timings of --quick mean nothing"),
+        (["--threads", "0"], "expected a positive number"),
+    ],
+    ids=["op", "case", "dtype", "peer", "report", "threads"],
+)
+def test_wrong_arguments_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_tier_starts_again_with_every_library_on_it(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: started.append((command, environment)))
+    for name in machine._TIER_ENVIRONMENT["AVX2"]:
+        monkeypatch.delenv(name, raising=False)
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.cpp, "simdlen", None)
+    machine.enter_tier("AVX2", ["--tier", "AVX2"])
+    ((command, environment),) = started
+    assert command[1:] == ["-m", "benchmarks", "--tier", "AVX2"]
+    assert environment["DSKERNELS_CPU_TIER"] == "AVX2"
+    assert environment["ATEN_CPU_CAPABILITY"] == "avx2"
+    for name, value in machine._TIER_ENVIRONMENT["AVX2"].items():
+        monkeypatch.setenv(name, value)
+    machine.enter_tier("AVX2", [])
+    assert len(started) == 1
+    assert inductor.cpp.simdlen == 256
+
+
+def test_busy_machine_is_told(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.9, 0.0, 0.0))
+    assert machine.busy_warning() is None
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.1, 0.0, 0.0))
+    assert "load average is 1.10 on 4 cores" in machine.busy_warning()
+
+
+def test_slug_is_a_short_file_name():
+    for cpu, expected in (
+        ("Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz", "intel-xeon-platinum-8375c-avx2"),
+        ("AMD EPYC 7763 64-Core Processor", "amd-epyc-7763-avx2"),
+    ):
+        assert machine.slug({"cpu": cpu, "cpu_tier": "AVX2"}) == expected
+
+
+def test_module_can_be_run():
+    command = [sys.executable, "-m", "benchmarks", "--list", "--case", "grouped-forward-fp32"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("window_attention  grouped-forward-fp32")
