@@ -91,14 +91,17 @@ struct TileStatistics {
                  const float* grad_out_rows, int64_t stride, int64_t b, int64_t h) {
     const WindowAttentionArgs& forward = args.forward;
     const int64_t row = (b * forward.heads_q + h) * forward.len_q + tile.begin;
-    float out[256];
+    // Zeros past dim_v, as in the rows of grad_out.
+    float out[256 + kLanes] = {};
     for (int r = 0; r < kBackwardTile; ++r) {
       lse[r] = delta[r] = 0.0f;
       if (r >= tile.count) continue;
       load_row(forward.out.element, row_address(forward.out, b, h, tile.begin + r), forward.out.stride[3],
                forward.dim_v, out);
+      VecF products{};
+      for (int64_t d = 0; d < stride; d += kLanes) products += load(out + d) * load(grad_out_rows + r * stride + d);
       float sum = 0.0f;
-      for (int64_t d = 0; d < forward.dim_v; ++d) sum += out[d] * grad_out_rows[r * stride + d];
+      for (int i = 0; i < kLanes; ++i) sum += products[i];
       delta[r] = args.grad_lse ? sum - args.grad_lse[row + r] : sum;
       // A query that sees no key has lse -inf and only masked scores; with 0 its weights are exp2(-inf) = 0.
       const float natural = forward.lse[row + r];
@@ -160,8 +163,9 @@ inline void backward_tile(const WindowAttentionBackwardArgs& args, const QueryTi
   prefetcher.add(args.grad_out, forward.dim_v, b, h, next, next_end, steps, false);
   prefetcher.add(args.grad_q, forward.dim_qk, b, h, tile.begin, tile.begin + tile.count, steps, true);
 
-  for (int64_t begin = tile.first_key(); begin < tile.end_key(); begin += kBlockKeys) {
-    const int64_t end = min_of(begin + kBlockKeys, tile.end_key());
+  const int64_t block = tile.block_keys();
+  for (int64_t begin = tile.first_key(); begin < tile.end_key(); begin += block) {
+    const int64_t end = min_of(begin + block, tile.end_key());
     const ScoreMask<kBackwardVectors> mask(tile, begin, end);
     const auto keep = [](int, ScoreColumn&) __attribute__((always_inline)) {};
     score_block(tile, keys, scratch.queries, forward.dim_qk, begin, end, scratch.weights, prefetcher, mask, keep);

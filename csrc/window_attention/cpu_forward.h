@@ -87,8 +87,9 @@ inline void forward_tile(const WindowAttentionArgs& args, const QueryTile<kForwa
   values.prefetch_next(kForwardTile, steps, prefetcher);
   prefetcher.add(args.q, args.dim_qk, b, h, next, min_of(next + kForwardTile, args.len_q), steps, false);
   prefetcher.add(args.out, args.dim_v, b, h, tile.begin, tile.begin + tile.count, steps, true);
-  for (int64_t begin = tile.first_key(); begin < tile.end_key() || begin == tile.first_key(); begin += kBlockKeys) {
-    const int64_t end = min_of(begin + kBlockKeys, tile.end_key());
+  const int64_t block = tile.block_keys();
+  for (int64_t begin = tile.first_key(); begin < tile.end_key() || begin == tile.first_key(); begin += block) {
+    const int64_t end = min_of(begin + block, tile.end_key());
     const bool first_block = begin == tile.first_key();
     VecF block_maximum[kForwardVectors];
     for (VecF& maximum : block_maximum) maximum = broadcast(-kInfinity);

@@ -19,7 +19,7 @@ constexpr int kSumRows = kWide ? 12 : 6;
 constexpr int kSumVectors = 2;
 
 // Keys whose scores are held at a time. Longer windows are walked in blocks of this size with a running maximum.
-constexpr int64_t kBlockKeys = 1024;
+constexpr int64_t kBlockKeys = 512;
 
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896340736f;
@@ -90,6 +90,12 @@ struct QueryTile {
 
   int64_t first_key() const { return low[0]; }
   int64_t end_key() const { return high[kTile - 1]; }
+
+  // Keys of a block: the whole range where it fits, else equal parts of it, at least one key.
+  int64_t block_keys() const {
+    const int64_t range = end_key() - first_key(), blocks = max_of((range + kBlockKeys - 1) / kBlockKeys, int64_t{1});
+    return max_of(round_up((range + blocks - 1) / blocks, kScoreKeys), int64_t{kScoreKeys});
+  }
 
   // Steps of score_block, over which a Prefetcher can spread its rows.
   int64_t steps() const { return (end_key() - first_key()) / kScoreKeys; }

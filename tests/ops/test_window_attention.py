@@ -67,6 +67,7 @@ CASES = [
     Case(1, 2, 2, 90, 50, 16, 16, (10, 5), Rope(), 7),
     Case(1, 2, 2, 50, 90, 32, 32, (10, 5), None, -20),
     Case(1, 1, 1, 5, 5, 1, 1, (2, 0)),
+    Case(1, 2, 1, 40, 2500, 24, 24, (None, 0), Rope()),  # more keys than a kernel holds the scores of at a time
 ]
 
 
