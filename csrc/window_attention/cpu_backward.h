@@ -16,18 +16,18 @@ namespace {
 constexpr int kBackwardVectors = kWide ? 3 : 6;
 constexpr int kBackwardTile = kBackwardVectors * kLanes;
 static_assert(kBackwardTile % kSumRows == 0);
-constexpr int64_t kBackwardChunk = 1024 / kBackwardTile * kBackwardTile;
-constexpr int64_t kBackwardTasksWanted = 8;
+constexpr int64_t kBackwardChunk = 4096 / kBackwardTile * kBackwardTile;
+constexpr int64_t kBackwardTasksWanted = 32, kBackwardTasksNeeded = 8;
 constexpr int64_t kMergeRows = 256;
 
-// Chunks at least as long as the window, so that a key is shared by few of them; shorter only where the heads alone
-// would not make enough tasks.
+// Short enough that there are many tasks, but not shorter than the window, so that few keys are shared between chunks;
+// except where the heads alone would not even make a few tasks.
 inline int64_t backward_chunk(const WindowAttentionArgs& args) {
-  const int64_t heads = max_of(args.batch * args.heads_kv, int64_t{1});
+  const int64_t queries = args.len_q * max_of(args.batch * args.heads_kv, int64_t{1});
   const int64_t extent = clamp_to(args.left + args.right, int64_t{0}, args.len_q);
-  const int64_t wanted = (args.len_q * heads + kBackwardTasksWanted - 1) / kBackwardTasksWanted;
-  const int64_t longest = max_of(kBackwardChunk, extent);
-  return round_up(clamp_to(wanted, int64_t{4} * kBackwardTile, longest), kBackwardTile);
+  const int64_t shortest = max_of(min_of(extent, queries / kBackwardTasksNeeded), int64_t{4} * kBackwardTile);
+  const int64_t longest = max_of(extent, kBackwardChunk);
+  return round_up(clamp_to(queries / kBackwardTasksWanted, shortest, max_of(shortest, longest)), kBackwardTile);
 }
 
 // The keys that chunk c sees, and those of them that no other chunk sees.
@@ -223,26 +223,31 @@ inline void run_backward(const WindowAttentionBackwardArgs& args, int64_t task, 
   KeyRows values(forward, forward.v, forward.dim_v, false, b, h_kv, range.begin, count, carver);
   std::memset(scratch.grad_k, 0, count * shape.stride_qk * sizeof(float));
   std::memset(scratch.grad_v, 0, count * shape.stride_v * sizeof(float));
-  for (int64_t h = h_kv * group; h < (h_kv + 1) * group; ++h) {
+  float* shared_k = args.shared + task * shape.shared_floats();
+  float* shared_v = shared_k + shape.shared_rows * shape.stride_qk;
+  int64_t stored = range.begin;
+  const auto store_to = [&](int64_t key_end) {
+    for (; stored < key_end; ++stored) {
+      float* grad_k = scratch.grad_k + (stored - range.begin) * shape.stride_qk;
+      float* grad_v = scratch.grad_v + (stored - range.begin) * shape.stride_v;
+      if (stored >= range.own_begin && stored < range.own_end) {
+        store_key_gradients(args, grad_k, grad_v, b, h_kv, stored);
+      } else {
+        const int64_t row = range.shared_row(stored);
+        std::memcpy(shared_k + row * shape.stride_qk, grad_k, shape.stride_qk * sizeof(float));
+        std::memcpy(shared_v + row * shape.stride_v, grad_v, shape.stride_v * sizeof(float));
+      }
+    }
+  };
+  const int64_t last_head = (h_kv + 1) * group - 1;
+  for (int64_t h = h_kv * group; h <= last_head; ++h) {
     for (int64_t i = begin; i < end; i += kBackwardTile) {
       const QueryTile<kBackwardVectors> tile(window, i, end);
       keys.fill_to(tile.end_key());
       values.fill_to(tile.end_key());
       backward_tile(args, tile, keys, values, range.begin, b, h, scratch);
-    }
-  }
-
-  float* shared_k = args.shared + task * shape.shared_floats();
-  float* shared_v = shared_k + shape.shared_rows * shape.stride_qk;
-  for (int64_t j = range.begin; j < range.end; ++j) {
-    float* grad_k = scratch.grad_k + (j - range.begin) * shape.stride_qk;
-    float* grad_v = scratch.grad_v + (j - range.begin) * shape.stride_v;
-    if (j >= range.own_begin && j < range.own_end) {
-      store_key_gradients(args, grad_k, grad_v, b, h_kv, j);
-    } else {
-      const int64_t row = range.shared_row(j);
-      std::memcpy(shared_k + row * shape.stride_qk, grad_k, shape.stride_qk * sizeof(float));
-      std::memcpy(shared_v + row * shape.stride_v, grad_v, shape.stride_v * sizeof(float));
+      // The keys that the window leaves behind are complete, and still in cache.
+      if (h == last_head) store_to(i + kBackwardTile < end ? window.first_key(i + kBackwardTile) : range.end);
     }
   }
 }
