@@ -22,8 +22,8 @@ from benchmarks.summary import (
 )
 
 
-def markdown(records: Sequence[Record]) -> str:
-    """The tables of one run: times against peers, growth, targets, and what did not take part."""
+def markdown(records: Sequence[Record], brief: bool = False) -> str:
+    """The tables of one run: times against peers, growth, and what did not take part; unless ``brief``, the targets."""
     results = summarize(records)
     head = records[0]
     parts = [f"**{describe_machine(head.machine)}, {head.date}.**"]
@@ -36,7 +36,7 @@ def markdown(records: Sequence[Record]) -> str:
         for result in results
         for check in result.checks
     ]
-    if targets:
+    if targets and not brief:
         parts.append(_table(["work", "target", "reached", "verdict"], targets))
     absent = _absences(results)
     if absent:
@@ -58,8 +58,10 @@ def insert(text: str, op: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def refresh(paths: Sequence[Path], readme: Path | None, picture: Path) -> None:
+def refresh(paths: Sequence[Path], readme: Path | None, picture: Path, brief: bool = False) -> None:
     """Writes the picture and, between the markers of ``readme``, the tables; without ``readme`` prints them.
+
+    ``brief`` leaves the targets out of the tables, for readers to whom they mean nothing.
 
     Raises:
         ValueError: the results are of several operators, or the markers are missing.
@@ -76,7 +78,7 @@ def refresh(paths: Sequence[Path], readme: Path | None, picture: Path) -> None:
     else:
         draw(runs, picture)
         print(f"picture: {picture}")
-    tables = "\n\n".join(markdown(run) for run in runs)
+    tables = "\n\n".join(markdown(run, brief) for run in runs)
     if readme is None:
         print(tables)
         return
@@ -150,10 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", nargs="+", type=Path, metavar="RESULT", help="files of one operator")
     parser.add_argument("--readme", type=Path, help="replace the table between its markers; default: print it")
     parser.add_argument("--picture", type=Path, help="default: OP.png beside the first result")
+    parser.add_argument("--brief", action="store_true", help="leave the targets out of the tables")
     options = parser.parse_args(arguments)
     picture = options.picture or options.results[0].with_name(f"{read(options.results[0])[0].op}.png")
     try:
-        refresh(options.results, options.readme, picture)
+        refresh(options.results, options.readme, picture, options.brief)
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1

@@ -132,6 +132,14 @@ def test_tables_show_misses_and_absences():
     assert "commit 0123456789 with changes" in text
 
 
+def test_brief_tables_leave_the_targets_out():
+    text = markdown([*_against_peers(flex=6.0, sgemm=0.4), *_growth((2**20, 2**21))], brief=True)
+    assert "100 ms (5.00×)" in text
+    assert "| N=16 | 20.0 ms | 2.00× |" in text
+    assert "MISSED" not in text
+    assert "target" not in text
+
+
 def test_insertion_replaces_what_is_between_the_markers():
     end = "<!-- /benchmarks -->"
     text = f"a\n<!-- benchmarks:x -->\nold\n{end}\nb\n<!-- benchmarks:y -->\nother\n{end}\n"
