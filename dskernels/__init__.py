@@ -3,11 +3,20 @@
 from dskernels._library import build_info, load_compiled
 from dskernels._registry import explain, use_backend
 from dskernels.rope import RopeTable, rope_table
-from dskernels.window_attention import window_attention
+from dskernels.window_attention import window_attention, window_attention_varlen
 
 __version__ = "0.1.0"
 
-__all__ = ["RopeTable", "__version__", "build_info", "explain", "rope_table", "use_backend", "window_attention"]
+__all__ = [
+    "RopeTable",
+    "__version__",
+    "build_info",
+    "explain",
+    "rope_table",
+    "use_backend",
+    "window_attention",
+    "window_attention_varlen",
+]
 
 # After the imports above: the kernels join operators that are defined already.
 load_compiled()

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,9 @@ from torch import Tensor
 
 NAMESPACE = "dskernels"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
+# Operators of their own, not one more dispatch key: a CUDA tensor may be served by either, as may, under Triton's
+# interpreter, one on the CPU.
+TRITON_LIBRARY = torch.library.Library(f"{NAMESPACE}_triton", "DEF")
 logger = logging.getLogger(NAMESPACE)
 
 # Strides are part of the contract (see `empty_in_layout_of`), so a compiler must hand the tensors over as traced.
@@ -36,6 +40,29 @@ def define(name: str, arguments_and_returns: str) -> torch._ops.OpOverload:
     _operators.append(name)
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload
+
+
+def define_triton(name: str, arguments_and_returns: str) -> torch._ops.OpOverload:
+    """Defines ``dskernels_triton::<name>`` and returns its only overload. Its kernels import Triton when they run."""
+    TRITON_LIBRARY.define(f"{name}{arguments_and_returns}", tags=_TAGS)
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, TRITON_LIBRARY.ns), name).default
+    return overload
+
+
+# Looked up, not imported: dskernels needs torch alone, and importing Triton takes a while.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """None if Triton's kernels can run on tensors of ``device``, else the reason."""
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    if device.type == "cuda" or (device.type == "cpu" and _TRITON_INTERPRETS):
+        return None
+    if device.type == "cpu":
+        return "the tensors are on cpu, where Triton runs only in its interpreter (environment TRITON_INTERPRET=1)"
+    return f"the tensors are on {device}"
 
 
 def load_compiled() -> None:

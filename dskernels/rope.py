@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dskernels._checks import is_integer, is_number, wrong_type, wrong_value
-
-SCALING_TYPES = ("default",)
+from dskernels._rope_scaling import Rope, check_scaling, stretched
 
 
 class RopeTable(NamedTuple):
@@ -63,7 +62,18 @@ def rope_table(
             unchanged. Default: ``head_dim``.
         interleaved: pairs ``(2i, 2i + 1)`` as in RoFormer and GPT-J, instead of ``(i, i + rotary_dim / 2)`` as in
             GPT-NeoX and Llama. Default: False.
-        scaling: None, or a mapping with Hugging Face's key ``rope_type``. Supported: ``"default"`` (no scaling).
+        scaling: how a model is stretched beyond the length it was trained on: None, or a mapping with Hugging Face's
+            keys, as in the ``rope_scaling`` of a model's configuration. ``rope_type`` is one of
+
+            - ``"default"``: nothing is stretched;
+            - ``"linear"``: positions are divided by ``factor``;
+            - ``"dynamic"``: the base grows with the table's length, ``max_positions``, over
+              ``original_max_position_embeddings`` (NTK);
+            - ``"llama3"``: by wave length, with ``factor``, ``low_freq_factor``, ``high_freq_factor`` and
+              ``original_max_position_embeddings``;
+            - ``"yarn"``: by wave length, with ``factor``, ``original_max_position_embeddings`` and optionally
+              ``beta_fast``, ``beta_slow``, ``truncate``, ``attention_factor``, ``mscale``, ``mscale_all_dim``. Its
+              attention factor is in the table, so the rotated part of a score carries its square.
 
     Returns:
         A `RopeTable` on torch's default device.
@@ -89,19 +99,8 @@ def rope_table(
         raise wrong_value("theta", "a positive number", theta)
     if not isinstance(interleaved, bool):
         raise wrong_type("interleaved", "a bool", interleaved)
-    _check_scaling(scaling)
+    check_scaling(scaling)
     frequencies = float(theta) ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / -rotary_dim)
+    frequencies, factor = stretched(Rope(frequencies, float(theta), max_positions), scaling)
     angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)
-    return RopeTable(angles.cos().float(), angles.sin().float(), interleaved)
-
-
-def _check_scaling(scaling: Mapping[str, Any] | None) -> None:
-    if scaling is None:
-        return
-    if not isinstance(scaling, Mapping):
-        raise wrong_type("scaling", "None or a mapping with the key 'rope_type'", scaling)
-    if scaling.get("rope_type") not in SCALING_TYPES:
-        supported = ", ".join(repr(name) for name in SCALING_TYPES)
-        raise wrong_value("scaling", f"None or a 'rope_type' among {supported}", dict(scaling))
-    if len(scaling) > 1:
-        raise wrong_value("scaling", "no key but 'rope_type' for the type 'default'", dict(scaling))
+    return RopeTable((factor * angles.cos()).float(), (factor * angles.sin()).float(), interleaved)

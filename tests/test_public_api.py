@@ -16,10 +16,12 @@ SIGNATURES = {
     "explain": "(operator, /, *args, backend=None, **kwargs)",
     "rope_table": "(head_dim, max_positions, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None)",
     "use_backend": "(backend)",
-    "window_attention": "(q, k, v, *, window=(None, None), rope=None, scale=None, query_offset=None, return_lse=False,"
-    " backend=None)",
+    "window_attention": "(q, k, v, *, window=(None, None), rope=None, positions=None, bias=None, sink=None,"
+    " softcap=None, scale=None, query_offset=None, return_lse=False, backend=None)",
+    "window_attention_varlen": "(q, k, v, cu_seqlens_q, cu_seqlens_k, *, window=(None, None), rope=None, sink=None,"
+    " softcap=None, scale=None, return_lse=False, backend=None)",
 }
-OPERATORS = ("window_attention",)
+OPERATORS = ("window_attention", "window_attention_varlen")
 
 
 def test_exported_names() -> None:

@@ -117,7 +117,7 @@ def test_explain_takes_a_call_apart() -> None:
     assert dk.explain("window_attention", q, k, k, backend="reference").origin == "backend="
     with pytest.raises(ValueError, match="k: expected the dtype of q"):
         dk.explain("window_attention", q, k.double(), k)
-    with pytest.raises(ValueError, match="operator: expected one of window_attention, got attention"):
+    with pytest.raises(ValueError, match=r"operator: expected one of .*window_attention.*, got attention"):
         dk.explain("attention", q, k, k)
 
 

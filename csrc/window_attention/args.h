@@ -20,14 +20,25 @@ struct WindowAttentionArgs {
   const float* sin;
   int64_t rotary_dim;
   bool interleaved;
+  // [batch, len_k], the table's row for each key and for the query at its position; or null: row p for position p.
+  const int64_t* positions;
+  // scores -> softcap * tanh(scores / softcap); 0 is no cap.
+  float softcap;
+  // [heads_q] logits that join the softmax and attend nothing, or null.
+  const float* sink;
   View4 q, k, v, out;
-  float* lse;  // [batch, heads_q, len_q], contiguous, natural logarithm
+  // [batch, heads_q, len_q, len_k], added after the cap; data is null without it.
+  View4 bias;
+  // [batch, heads_q, len_q], rows dense, natural logarithm; the strides hold for grad_lse too.
+  float* lse;
+  int64_t lse_stride_batch, lse_stride_head;
 };
 
 struct WindowAttentionBackwardArgs {
   WindowAttentionArgs forward;  // out and lse hold the forward's results
   View4 grad_out, grad_q, grad_k, grad_v;
-  const float* grad_lse;  // [batch, heads_q, len_q] or null
+  const float* grad_lse;  // [batch, heads_q, len_q], strided as lse is, or null
+  float* grad_bias;       // [batch, heads_q, len_q, len_k], contiguous, written where a key is seen; or null
   float* shared;          // `shared_bytes` of the plan: gradients of keys that two chunks see
 };
 

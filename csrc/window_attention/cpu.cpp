@@ -2,23 +2,39 @@
 // again here is what memory safety needs when the op is called directly.
 #include <tuple>
 
-#include "common/binding.h"
-#include "common/capability.h"
-#include "window_attention/args.h"
+#include "window_attention/cpu_binding.h"
 
 namespace dskernels {
-
-DSKERNELS_DECLARE_TIERS(WindowAttentionKernels, window_attention_kernels)
-
 namespace {
 
-// Row statistics of up to this many columns are kept on a kernel's stack.
-constexpr int64_t kMaxHeadDim = 256;
+void check_shapes(const WindowAttentionArgs& args, const Tensor& k, const Tensor& v, const Tensor& lse) {
+  STD_TORCH_CHECK(k.size(0) == args.batch && v.size(0) == args.batch && v.size(1) == args.heads_kv &&
+                      v.size(2) == args.len_k && k.size(3) == args.dim_qk,
+                  "window_attention: q, k, v: expected [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv]");
+  check_operands(args);
+  STD_TORCH_CHECK(lse.is_contiguous() && lse.numel() == args.batch * args.heads_q * args.len_q &&
+                      lse.scalar_type() == ScalarType::Float,
+                  "window_attention: lse: expected contiguous float32 [B, Hq, Nq]");
+}
+
+void set_positions(WindowAttentionArgs& args, const Tensor& positions, int64_t rows) {
+  const bool in_keys = args.query_offset >= 0 && args.query_offset + args.len_q <= args.len_k;
+  STD_TORCH_CHECK(positions.scalar_type() == ScalarType::Long && positions.is_contiguous() && positions.dim() == 2 &&
+                      positions.size(0) == args.batch && positions.size(1) == args.len_k && in_keys,
+                  "window_attention: positions: expected contiguous int64 [B, Nk], with every query at a key");
+  args.positions = static_cast<const int64_t*>(positions.data_ptr());
+  for (int64_t i = 0; i < positions.numel(); ++i) {
+    STD_TORCH_CHECK(args.positions[i] >= 0 && args.positions[i] < rows, "window_attention: positions: expected 0 to ",
+                    rows - 1, ", got ", args.positions[i]);
+  }
+}
 
 WindowAttentionArgs describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
                              const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                             std::optional<int64_t> left, std::optional<int64_t> right, int64_t query_offset,
-                             double scale, bool interleaved) {
+                             const std::optional<Tensor>& positions, const std::optional<Tensor>& bias,
+                             const std::optional<Tensor>& sink, std::optional<int64_t> left,
+                             std::optional<int64_t> right, int64_t query_offset, double scale, double softcap,
+                             bool interleaved) {
   WindowAttentionArgs args{};
   args.q = view4(q, "q");
   args.k = view4(k, "k");
@@ -31,53 +47,38 @@ WindowAttentionArgs describe(const Tensor& q, const Tensor& k, const Tensor& v, 
   args.heads_kv = k.size(1);
   args.len_k = k.size(2);
   args.dim_v = v.size(3);
-  STD_TORCH_CHECK(k.size(0) == args.batch && v.size(0) == args.batch && v.size(1) == args.heads_kv &&
-                      v.size(2) == args.len_k && k.size(3) == args.dim_qk,
-                  "window_attention: q, k, v: expected [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv]");
-  STD_TORCH_CHECK(args.heads_kv > 0 ? args.heads_q % args.heads_kv == 0 : args.heads_q == 0,
-                  "window_attention: q: expected a multiple of ", args.heads_kv, " heads, got ", args.heads_q);
-  STD_TORCH_CHECK(args.q.element == args.k.element && args.q.element == args.v.element,
-                  "window_attention: q, k, v: expected one dtype");
-  STD_TORCH_CHECK(args.dim_qk <= kMaxHeadDim && args.dim_v <= kMaxHeadDim,
-                  "window_attention: expected head dims up to ", kMaxHeadDim, ", got ", args.dim_qk, " and ",
-                  args.dim_v);
-  STD_TORCH_CHECK(lse.is_contiguous() && lse.numel() == args.batch * args.heads_q * args.len_q &&
-                      lse.scalar_type() == ScalarType::Float,
-                  "window_attention: lse: expected contiguous float32 [B, Hq, Nq]");
+  check_shapes(args, k, v, lse);
   args.lse = static_cast<float*>(lse.data_ptr());
-
-  const auto bound = [](std::optional<int64_t> value) {
-    return std::clamp(value.value_or(kUnbounded), -kUnbounded, kUnbounded);
-  };
-  args.left = bound(left);
-  args.right = bound(right);
-  args.query_offset = bound(query_offset);
-  args.scale = static_cast<float>(scale);
-  args.interleaved = interleaved;
-  if (cos.has_value()) {
-    STD_TORCH_CHECK(sin.has_value() && cos->dim() == 2 && sin->dim() == 2 && cos->is_contiguous() &&
-                        sin->is_contiguous() && cos->size(0) == sin->size(0) && cos->size(1) == sin->size(1) &&
-                        cos->scalar_type() == ScalarType::Float && sin->scalar_type() == ScalarType::Float &&
-                        2 * cos->size(1) <= args.dim_qk,
-                    "window_attention: cos, sin: expected contiguous float32 [positions, rotary_dim / 2]");
-    const int64_t last = std::max(args.len_k, args.len_q + args.query_offset) - 1;
-    STD_TORCH_CHECK(args.len_q == 0 || (args.query_offset >= 0 && last < cos->size(0)),
-                    "window_attention: cos, sin: expected positions ", args.query_offset, " to ", last, ", got ",
-                    cos->size(0), " rows");
-    args.cos = static_cast<const float*>(cos->data_ptr());
-    args.sin = static_cast<const float*>(sin->data_ptr());
-    args.rotary_dim = 2 * cos->size(1);
+  args.lse_stride_batch = args.heads_q * args.len_q;
+  args.lse_stride_head = args.len_q;
+  args.query_offset = bounded(query_offset);
+  set_scores(args, left, right, scale, softcap);
+  set_sink(args, sink);
+  set_rope(args, cos, sin, interleaved);
+  if (cos.has_value() && positions.has_value()) {
+    set_positions(args, *positions, cos->size(0));
+  } else if (cos.has_value()) {
+    check_table_rows(args, cos->size(0));
+  }
+  if (bias.has_value()) {
+    args.bias = view4(*bias, "bias");
+    STD_TORCH_CHECK(bias->size(0) == args.batch && bias->size(1) == args.heads_q && bias->size(2) == args.len_q &&
+                        bias->size(3) == args.len_k,
+                    "window_attention: bias: expected [B, Hq, Nq, Nk], expanded");
   }
   return args;
 }
 
 std::tuple<Tensor, Tensor> window_attention_cpu(const Tensor& q, const Tensor& k, const Tensor& v,
                                                 std::optional<Tensor> cos, std::optional<Tensor> sin,
-                                                std::optional<int64_t> left, std::optional<int64_t> right,
-                                                int64_t query_offset, double scale, bool interleaved) {
+                                                std::optional<Tensor> positions, std::optional<Tensor> bias,
+                                                std::optional<Tensor> sink, std::optional<int64_t> left,
+                                                std::optional<int64_t> right, int64_t query_offset, double scale,
+                                                double softcap, bool interleaved) {
   Tensor out = empty_in_order_of(q, q.size(0), q.size(1), q.size(2), v.size(3));
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
-  const WindowAttentionArgs args = describe(q, k, v, out, lse, cos, sin, left, right, query_offset, scale, interleaved);
+  const WindowAttentionArgs args = describe(q, k, v, out, lse, cos, sin, positions, bias, sink, left, right,
+                                            query_offset, scale, softcap, interleaved);
   if (out.numel() == 0 && lse.numel() == 0) return {out, lse};
   const WindowAttentionKernels& kernels = DSKERNELS_SELECT_TIER(window_attention_kernels);
   const WindowAttentionPlan plan = kernels.plan(args);
@@ -85,12 +86,15 @@ std::tuple<Tensor, Tensor> window_attention_cpu(const Tensor& q, const Tensor& k
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> window_attention_backward_cpu(
+std::tuple<Tensor, Tensor, Tensor, Tensor> window_attention_backward_cpu(
     const Tensor& grad_out, std::optional<Tensor> grad_lse, const Tensor& q, const Tensor& k, const Tensor& v,
     const Tensor& out, const Tensor& lse, std::optional<Tensor> cos, std::optional<Tensor> sin,
-    std::optional<int64_t> left, std::optional<int64_t> right, int64_t query_offset, double scale, bool interleaved) {
+    std::optional<Tensor> positions, std::optional<Tensor> bias, std::optional<Tensor> sink,
+    std::optional<int64_t> left, std::optional<int64_t> right, int64_t query_offset, double scale, double softcap,
+    bool interleaved, bool bias_needs_grad) {
   WindowAttentionBackwardArgs args{};
-  args.forward = describe(q, k, v, out, lse, cos, sin, left, right, query_offset, scale, interleaved);
+  args.forward = describe(q, k, v, out, lse, cos, sin, positions, bias, sink, left, right, query_offset, scale, softcap,
+                          interleaved);
   args.grad_out = view4(grad_out, "grad_out");
   STD_TORCH_CHECK(grad_out.size(0) == q.size(0) && grad_out.size(1) == q.size(1) && grad_out.size(2) == q.size(2) &&
                       grad_out.size(3) == v.size(3) && out.size(0) == q.size(0) && out.size(1) == q.size(1) &&
@@ -106,7 +110,13 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward_cpu(
   Tensor grad_q = empty_in_order_of(q, q.size(0), q.size(1), q.size(2), q.size(3));
   Tensor grad_k = empty_in_order_of(k, k.size(0), k.size(1), k.size(2), k.size(3));
   Tensor grad_v = empty_in_order_of(v, v.size(0), v.size(1), v.size(2), v.size(3));
-  if (args.forward.batch == 0 || args.forward.heads_q == 0) return {grad_q, grad_k, grad_v};
+  // Zeros, since a pair out of the window has no gradient and is not visited.
+  const bool grads_bias = bias.has_value() && bias_needs_grad;
+  Tensor grad_bias =
+      grads_bias ? torch::stable::new_zeros(lse, {q.size(0), q.size(1), q.size(2), k.size(2)}, ScalarType::Float)
+                 : torch::stable::new_empty(lse, {0}, ScalarType::Float);
+  if (grads_bias) args.grad_bias = static_cast<float*>(grad_bias.data_ptr());
+  if (args.forward.batch == 0 || args.forward.heads_q == 0) return {grad_q, grad_k, grad_v, grad_bias};
   args.grad_q = view4(grad_q, "grad_q");
   args.grad_k = view4(grad_k, "grad_k");
   args.grad_v = view4(grad_v, "grad_v");
@@ -119,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_backward_cpu(
   run_tasks(plan.tasks, plan.scratch_bytes,
             [&](int64_t task, void* scratch) { kernels.run_backward(args, task, scratch); });
   run_tasks(plan.merge_tasks, 0, [&](int64_t task, void* scratch) { kernels.merge_backward(args, task, scratch); });
-  return {grad_q, grad_k, grad_v};
+  return {grad_q, grad_k, grad_v, grad_bias};
 }
 
 }  // namespace

@@ -68,7 +68,8 @@ struct BackwardShape {
 };
 
 struct BackwardScratch {
-  float *query_rows, *queries, *grad_out_rows, *grad_outs, *weights, *grad_scores, *grad_q, *grad_k, *grad_v;
+  float *query_rows, *queries, *grad_out_rows, *grad_outs, *weights, *grad_scores, *grad_q, *grad_k, *grad_v,
+      *transform, *grad_bias;
 
   BackwardScratch(const BackwardShape& shape, const WindowAttentionArgs& args, Carver& carver) {
     query_rows = carver.floats(kBackwardTile * shape.stride_qk);
@@ -80,6 +81,8 @@ struct BackwardScratch {
     grad_q = carver.floats(kBackwardTile * shape.stride_qk);
     grad_k = carver.floats((shape.keys + kSumRows) * shape.stride_qk);
     grad_v = carver.floats((shape.keys + kSumRows) * shape.stride_v);
+    transform = carver.floats(ScoreTransform<kBackwardVectors>::scratch_floats(args));
+    grad_bias = carver.floats(args.bias.data == nullptr ? 0 : kBlockKeys * kBackwardTile);
   }
 };
 
@@ -90,7 +93,7 @@ struct TileStatistics {
   TileStatistics(const WindowAttentionBackwardArgs& args, const QueryTile<kBackwardVectors>& tile,
                  const float* grad_out_rows, int64_t stride, int64_t b, int64_t h) {
     const WindowAttentionArgs& forward = args.forward;
-    const int64_t row = (b * forward.heads_q + h) * forward.len_q + tile.begin;
+    const int64_t row = b * forward.lse_stride_batch + h * forward.lse_stride_head + tile.begin;
     // Zeros past dim_v, as in the rows of grad_out.
     float out[256 + kLanes] = {};
     for (int r = 0; r < kBackwardTile; ++r) {
@@ -126,6 +129,38 @@ DSKERNELS_NOINLINE void grad_softmax_block(const QueryTile<kBackwardVectors>& ti
   }
 }
 
+// The same where cap or bias act between score and weight; the gradient of the bias is that of the weights' exponent.
+DSKERNELS_NOINLINE void grad_transform_block(const QueryTile<kBackwardVectors>& tile, const TileStatistics& statistics,
+                                             const ScoreTransform<kBackwardVectors>& transform, int64_t block_begin,
+                                             int64_t block_end, float* weights, float* grad_scores, float* grad_bias) {
+  for (int v = 0; v < kBackwardVectors; ++v) {
+    const VecF lse = load(statistics.lse + v * kLanes), delta = load(statistics.delta + v * kLanes);
+    const int64_t begin = tile.vector_first(v, block_begin), end = tile.vector_end(v, block_end);
+    for (int64_t j = begin; j < end; ++j) {
+      const int64_t place = (j - block_begin) * kBackwardTile + v * kLanes;
+      const VecF score = load(weights + place), weight = exp2_nonpositive(score - lse);
+      const VecF grad = weight * (load(grad_scores + place) - delta);
+      store(weights + place, weight);
+      if (grad_bias != nullptr) store(grad_bias + place, grad);
+      // A bias of -inf leaves no weight and no slope.
+      store(grad_scores + place, weight == VecF{} ? VecF{} : grad * transform.slope(j, v, score));
+    }
+  }
+}
+
+// Writes the block's gradients of the bias, kept as [key][query], into the rows of the result.
+inline void store_grad_bias(const WindowAttentionBackwardArgs& args, const QueryTile<kBackwardVectors>& tile, int64_t b,
+                            int64_t h, int64_t block_begin, int64_t block_end, const float* grad_bias) {
+  const WindowAttentionArgs& forward = args.forward;
+  for (int r = 0; r < tile.count; ++r) {
+    float* row = args.grad_bias + ((b * forward.heads_q + h) * forward.len_q + tile.begin + r) * forward.len_k;
+    const int64_t end = clamp_to(tile.high[r], block_begin, block_end);
+    for (int64_t j = clamp_to(tile.low[r], block_begin, block_end); j < end; ++j) {
+      row[j] = grad_bias[(j - block_begin) * kBackwardTile + r];
+    }
+  }
+}
+
 // grad[j] += sum over the tile's queries r that see key j of factor[j][r] * rows[r], for the block's keys.
 inline void sum_over_queries(const Window& window, const QueryTile<kBackwardVectors>& tile, const float* factor,
                              const float* rows, int64_t stride, int64_t block_begin, int64_t block_end, float* grad) {
@@ -153,6 +188,7 @@ inline void backward_tile(const WindowAttentionBackwardArgs& args, const QueryTi
   const TileStatistics statistics(args, tile, scratch.grad_out_rows, stride_v, b, h);
   std::memset(scratch.grad_q, 0, kBackwardTile * stride_qk * sizeof(float));
 
+  ScoreTransform<kBackwardVectors> transform(forward, tile, b, h, scratch.transform);
   Prefetcher prefetcher;
   const int64_t steps = 2 * tile.steps(), next = tile.begin + kBackwardTile;
   const int64_t next_end = min_of(next + kBackwardTile, forward.len_q);
@@ -168,10 +204,18 @@ inline void backward_tile(const WindowAttentionBackwardArgs& args, const QueryTi
     const int64_t end = min_of(begin + block, tile.end_key());
     const ScoreMask<kBackwardVectors> mask(tile, begin, end);
     const auto keep = [](int, ScoreColumn&) __attribute__((always_inline)) {};
-    score_block(tile, keys, scratch.queries, forward.dim_qk, begin, end, scratch.weights, prefetcher, mask, keep);
-    score_block(tile, values, scratch.grad_outs, forward.dim_v, begin, end, scratch.grad_scores, prefetcher, mask,
-                keep);
-    grad_softmax_block(tile, statistics, begin, end, scratch.weights, scratch.grad_scores);
+    transformed_scores(tile, keys, scratch.queries, forward.dim_qk, begin, end, scratch.weights, prefetcher, mask,
+                       transform, keep);
+    score_block(
+        tile, values, scratch.grad_outs, forward.dim_v, begin, end, scratch.grad_scores, prefetcher, mask,
+        [](int64_t, int, ScoreColumn&) __attribute__((always_inline)) {}, keep);
+    if (transform.is_identity()) {
+      grad_softmax_block(tile, statistics, begin, end, scratch.weights, scratch.grad_scores);
+    } else {
+      float* grad_bias = args.grad_bias == nullptr ? nullptr : scratch.grad_bias;
+      grad_transform_block(tile, statistics, transform, begin, end, scratch.weights, scratch.grad_scores, grad_bias);
+      if (grad_bias != nullptr) store_grad_bias(args, tile, b, h, begin, end, grad_bias);
+    }
     sum_over_queries(window, tile, scratch.weights, scratch.grad_out_rows, stride_v, begin, end,
                      scratch.grad_v + (begin - first_key) * stride_v);
     sum_over_queries(window, tile, scratch.grad_scores, scratch.query_rows, stride_qk, begin, end,
@@ -180,7 +224,7 @@ inline void backward_tile(const WindowAttentionBackwardArgs& args, const QueryTi
   }
   for (int r = 0; r < tile.count; ++r) {
     float* row = scratch.grad_q + r * stride_qk;
-    rotate(forward, row, row, tile.begin + r + forward.query_offset, -1.0f);
+    rotate(forward, row, row, b, tile.begin + r + forward.query_offset, -1.0f);
     store_row(args.grad_q.element, row, forward.scale, forward.dim_qk, row_address(args.grad_q, b, h, tile.begin + r),
               args.grad_q.stride[3]);
   }
@@ -190,7 +234,7 @@ inline void backward_tile(const WindowAttentionBackwardArgs& args, const QueryTi
 inline void store_key_gradients(const WindowAttentionBackwardArgs& args, float* grad_k, const float* grad_v, int64_t b,
                                 int64_t h, int64_t j) {
   const WindowAttentionArgs& forward = args.forward;
-  rotate(forward, grad_k, grad_k, j, -1.0f);
+  rotate(forward, grad_k, grad_k, b, j, -1.0f);
   store_row(args.grad_k.element, grad_k, kLn2, forward.dim_qk, row_address(args.grad_k, b, h, j),
             args.grad_k.stride[3]);
   store_row(args.grad_v.element, grad_v, 1.0f, forward.dim_v, row_address(args.grad_v, b, h, j), args.grad_v.stride[3]);

@@ -1,7 +1,7 @@
 // Forward: per tile of queries, scores -> maximum -> exp2 and sum -> weighted sum of values, block of keys by block.
 #pragma once
 
-#include "window_attention/cpu_tile.h"
+#include "window_attention/cpu_scores.h"
 
 namespace dskernels {
 namespace {
@@ -22,13 +22,14 @@ inline int64_t forward_chunk(const WindowAttentionArgs& args) {
 }
 
 struct ForwardScratch {
-  float *query_rows, *queries, *scores, *out;
+  float *query_rows, *queries, *scores, *out, *transform;
 
   ForwardScratch(const WindowAttentionArgs& args, Carver& carver) {
     query_rows = carver.floats(kForwardTile * round_up(args.dim_qk, kLanes));
     queries = carver.floats(kForwardTile * args.dim_qk);
     scores = carver.floats((kBlockKeys + kScoreKeys) * kForwardTile);
     out = carver.floats(kForwardTile * round_up(args.dim_v, kLanes));
+    transform = carver.floats(ScoreTransform<kForwardVectors>::scratch_floats(args));
   }
 };
 
@@ -76,11 +77,30 @@ DSKERNELS_NOINLINE void softmax_block(const QueryTile<kForwardVectors>& tile, co
   }
 }
 
+// Divides the sums by the softmax's denominator, in which the sink takes part, and writes them and lse.
+inline void finish_rows(const WindowAttentionArgs& args, const QueryTile<kForwardVectors>& tile,
+                        const SoftmaxState& state, int64_t b, int64_t h, const float* out, int64_t stride) {
+  const float sink = args.sink == nullptr ? -kInfinity : args.sink[h] * kLog2E;
+  float* lse = args.lse + b * args.lse_stride_batch + h * args.lse_stride_head + tile.begin;
+  for (int r = 0; r < tile.count; ++r) {
+    const float keys_sum = state.sum[r / kLanes][r % kLanes], keys_maximum = state.maximum[r / kLanes][r % kLanes];
+    const float maximum = max_of(keys_maximum, sink);
+    // One of the two factors is 1, and a sum over nothing is 0; without sink and keys there is nothing to divide by.
+    const float factor = keys_sum == 0.0f ? 0.0f : __builtin_exp2f(keys_maximum - maximum);
+    const float sum = keys_sum * factor + (sink == -kInfinity ? 0.0f : __builtin_exp2f(sink - maximum));
+    const bool sees_nothing = sum == 0.0f;
+    lse[r] = sees_nothing ? -kInfinity : maximum * kLn2 + __builtin_logf(sum);
+    store_row(args.out.element, out + r * stride, sees_nothing ? 0.0f : factor / sum, args.dim_v,
+              row_address(args.out, b, h, tile.begin + r), args.out.stride[3]);
+  }
+}
+
 inline void forward_tile(const WindowAttentionArgs& args, const QueryTile<kForwardVectors>& tile, const KeyRows& keys,
                          const KeyRows& values, int64_t b, int64_t h, const ForwardScratch& scratch) {
   const int64_t stride = values.stride();
   load_tile(args, tile, args.q, args.dim_qk, true, args.scale * kLog2E, b, h, scratch.query_rows, scratch.queries);
   SoftmaxState state;
+  ScoreTransform<kForwardVectors> transform(args, tile, b, h, scratch.transform);
   Prefetcher prefetcher;
   const int64_t steps = tile.steps(), next = tile.begin + kForwardTile;
   keys.prefetch_next(kForwardTile, steps, prefetcher);
@@ -94,13 +114,13 @@ inline void forward_tile(const WindowAttentionArgs& args, const QueryTile<kForwa
     VecF block_maximum[kForwardVectors];
     for (VecF& maximum : block_maximum) maximum = broadcast(-kInfinity);
     const ScoreMask<kForwardVectors> mask(tile, begin, end);
-    score_block(tile, keys, scratch.queries, args.dim_qk, begin, end, scratch.scores, prefetcher, mask,
-                [&](int v, ScoreColumn& scores) __attribute__((always_inline)) {
-                  VecF maximum = scores[0];
-                  DSKERNELS_UNROLL
-                  for (int m = 1; m < kScoreKeys; ++m) maximum = vmax(maximum, scores[m]);
-                  block_maximum[v] = vmax(block_maximum[v], maximum);
-                });
+    transformed_scores(tile, keys, scratch.queries, args.dim_qk, begin, end, scratch.scores, prefetcher, mask,
+                       transform, [&](int v, ScoreColumn& scores) __attribute__((always_inline)) {
+                         VecF maximum = scores[0];
+                         DSKERNELS_UNROLL
+                         for (int m = 1; m < kScoreKeys; ++m) maximum = vmax(maximum, scores[m]);
+                         block_maximum[v] = vmax(block_maximum[v], maximum);
+                       });
     softmax_block(tile, block_maximum, begin, end, scratch.scores, state);
     if (!first_block) {
       for (int r = 0; r < tile.count; ++r) {
@@ -113,14 +133,7 @@ inline void forward_tile(const WindowAttentionArgs& args, const QueryTile<kForwa
       sum_over_keys<true>(tile, values, begin, end, scratch.scores, scratch.out);
     }
   }
-  float* lse = args.lse + (b * args.heads_q + h) * args.len_q + tile.begin;
-  for (int r = 0; r < tile.count; ++r) {
-    const float sum = state.sum[r / kLanes][r % kLanes], maximum = state.maximum[r / kLanes][r % kLanes];
-    const bool sees_nothing = sum == 0.0f;
-    lse[r] = sees_nothing ? -kInfinity : maximum * kLn2 + __builtin_logf(sum);
-    store_row(args.out.element, scratch.out + r * stride, sees_nothing ? 0.0f : 1.0f / sum, args.dim_v,
-              row_address(args.out, b, h, tile.begin + r), args.out.stride[3]);
-  }
+  finish_rows(args, tile, state, b, h, scratch.out, stride);
 }
 
 // Keys that a chunk of queries may see, at most.

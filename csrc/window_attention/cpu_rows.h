@@ -31,11 +31,13 @@ DSKERNELS_INLINE char* row_address(const View4& view, int64_t b, int64_t h, int6
   return static_cast<char*>(view.data) + element * size_of(view.element);
 }
 
-inline void rotate(const WindowAttentionArgs& args, const float* from, float* to, int64_t position, float sign) {
+// Turns a row of batch b that stands at `position`, with `sign` -1 back.
+inline void rotate(const WindowAttentionArgs& args, const float* from, float* to, int64_t b, int64_t position,
+                   float sign) {
   const int64_t half = args.rotary_dim / 2;
-  if (half > 0) {
-    rotate_row(from, to, args.cos + position * half, args.sin + position * half, half, args.interleaved, sign);
-  }
+  if (half == 0) return;
+  const int64_t table_row = args.positions == nullptr ? position : args.positions[b * args.len_k + position];
+  rotate_row(from, to, args.cos + table_row * half, args.sin + table_row * half, half, args.interleaved, sign);
 }
 
 // Reads row i of a tensor into `to`, padded with zeros to whole vectors, and turns it to `position` unless negative.
@@ -47,7 +49,7 @@ inline void load_rotated(const WindowAttentionArgs& args, const View4& view, int
   const bool direct = pairs > 0 && view.element == Element::kFloat32 && view.stride[3] == 1;
   const int64_t copied = direct ? pairs : 0;
   load_row(view.element, from + copied * size_of(view.element), view.stride[3], dim - copied, to + copied);
-  if (pairs > 0) rotate(args, direct ? reinterpret_cast<const float*>(from) : to, to, position, 1.0f);
+  if (pairs > 0) rotate(args, direct ? reinterpret_cast<const float*>(from) : to, to, b, position, 1.0f);
   for (int64_t d = dim; d < round_up(dim, kLanes); ++d) to[d] = 0.0f;
 }
 

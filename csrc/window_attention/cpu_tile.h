@@ -173,11 +173,13 @@ DSKERNELS_INLINE void score_group(const RowPointers<kScoreKeys>& keys, const flo
 }
 
 // out[j - block_begin][r] for the block's keys j, in groups of kScoreKeys, each with the vectors whose queries see any
-// of the group: the rest of `out` is not written. Where not all queries of the tile see the group, `mask` is applied.
-template <int kVectors, class Finish>
+// of the group: the rest of `out` is not written. On a column of sums `transform(j, v, sums)` acts first, then `mask`
+// where not all queries of the tile see the group, then `take(v, sums)`.
+template <int kVectors, class Transform, class Take>
 DSKERNELS_NOINLINE void score_block(const QueryTile<kVectors>& tile, const KeyRows& rows, const float* transposed,
                                     int64_t dim, int64_t block_begin, int64_t block_end, float* out,
-                                    Prefetcher& prefetcher, const ScoreMask<kVectors>& mask, const Finish& finish) {
+                                    Prefetcher& prefetcher, const ScoreMask<kVectors>& mask, const Transform& transform,
+                                    const Take& take) {
   constexpr int kTile = kVectors * kLanes;
   static_assert(kVectors % kScoreVectors == 0);
   const int64_t bulk_begin = tile.low[kTile - 1], bulk_end = min_of(tile.high[0], block_end);
@@ -186,9 +188,13 @@ DSKERNELS_NOINLINE void score_block(const QueryTile<kVectors>& tile, const KeyRo
     RowPointers<kScoreKeys> keys;
     float* target = out + (j - block_begin) * kTile;
     if (j >= bulk_begin && j + kScoreKeys <= bulk_end) {
+      const auto unmasked = [&](int v, ScoreColumn& sums) __attribute__((always_inline)) {
+        transform(j, v, sums);
+        take(v, sums);
+      };
       for (int m = 0; m < kScoreKeys; ++m) keys.row[m] = rows.row(j + m);
       for (int v = 0; v < kVectors; v += kScoreVectors) {
-        score_group<kScoreVectors, kTile>(keys, transposed, dim, v, target, finish);
+        score_group<kScoreVectors, kTile>(keys, transposed, dim, v, target, unmasked);
       }
       continue;
     }
@@ -197,8 +203,9 @@ DSKERNELS_NOINLINE void score_block(const QueryTile<kVectors>& tile, const KeyRo
     while (v_end > v && tile.vector_first(v_end - 1, block_begin) >= j + kScoreKeys) --v_end;
     for (int m = 0; m < kScoreKeys; ++m) keys.row[m] = rows.row(min_of(j + m, block_end - 1));
     const auto masked = [&](int vector, ScoreColumn& sums) __attribute__((always_inline)) {
+      transform(j, vector, sums);
       mask.apply(j, vector, sums);
-      finish(vector, sums);
+      take(vector, sums);
     };
     for (; v_end - v >= kScoreVectors; v += kScoreVectors) {
       score_group<kScoreVectors, kTile>(keys, transposed, dim, v, target, masked);

@@ -59,6 +59,14 @@ class _Operands(NamedTuple):
     rope_k: tuple[Tensor, Tensor] | None
 
 
+class _Softmax(NamedTuple):
+    # The weights, lse, which rows have anything to attend to, and the slope of the cap (None without one).
+    p_BHGNM: Tensor
+    lse_BHGN: Tensor
+    alive_BHGN1: Tensor
+    slope_BHGNM: Tensor | None
+
+
 def _compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
@@ -74,6 +82,7 @@ def _operands(
     v: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    positions: Tensor | None,
     seen: Visibility,
     offset: int,
     pairing: bool,
@@ -86,16 +95,38 @@ def _operands(
     if cos is None or sin is None:
         return _Operands(q_BHGND, k_BH1MD, v_BH1MD, None, None)
     cos, sin = cos.to(dtype), sin.to(dtype)
-    rope_q = (cos.narrow(0, offset, q.shape[2]), sin.narrow(0, offset, q.shape[2]))
-    rope_k = (cos.narrow(0, 0, k.shape[2]), sin.narrow(0, 0, k.shape[2]))
+    if positions is not None:
+        cos, sin = (table[positions][:, None, None] for table in (cos, sin))
+    rope_q = (cos.narrow(-2, offset, q.shape[2]), sin.narrow(-2, offset, q.shape[2]))
+    rope_k = (cos.narrow(-2, 0, k.shape[2]), sin.narrow(-2, 0, k.shape[2]))
     return _Operands(rotate(q_BHGND, *rope_q, pairing), rotate(k_BH1MD, *rope_k, pairing), v_BH1MD, rope_q, rope_k)
 
 
-def _scores(x: _Operands, seen: Visibility, scale: float) -> Tensor:
-    scores_BHGNM = x.q_BHGND @ x.k_BH1MD.mT * scale
-    # Masked scores are excluded by -inf. A blind row keeps its zeros instead: its result is replaced later, and finite
-    # numbers in between keep its gradient finite.
-    return torch.where(seen.pair_NM | ~seen.query_N1, scores_BHGNM, -torch.inf)
+def _softmax(
+    x: _Operands, bias: Tensor | None, sink: Tensor | None, seen: Visibility, scale: float, softcap: float
+) -> _Softmax:
+    scores_BHGNM, slope_BHGNM = x.q_BHGND @ x.k_BH1MD.mT * scale, None
+    if softcap:
+        tanh_BHGNM = torch.tanh(scores_BHGNM / softcap)
+        scores_BHGNM, slope_BHGNM = softcap * tanh_BHGNM, 1 - tanh_BHGNM.square()
+    if bias is not None:
+        bias_BHGNM = _group(bias, x.k_BH1MD.shape[1]).to(scores_BHGNM.dtype)
+        scores_BHGNM = scores_BHGNM + torch.where(seen.pair_NM, bias_BHGNM, 0)
+    # Masked scores are excluded by -inf, never by a large number.
+    scores_BHGNM = torch.where(seen.pair_NM, scores_BHGNM, -torch.inf)
+    if sink is not None:
+        # One more column, which has a weight and no value.
+        sink_HG11 = sink.to(scores_BHGNM.dtype).view(*scores_BHGNM.shape[1:3], 1, 1)
+        column_BHGN1 = sink_HG11.expand(*scores_BHGNM.shape[:-1], 1)
+        scores_BHGNM = torch.cat((scores_BHGNM, column_BHGN1), -1)
+    # A row of nothing but -inf is computed from zeros instead, and its result replaced: finite numbers in between keep
+    # its gradient finite.
+    alive_BHGN1 = (scores_BHGNM > -torch.inf).any(-1, keepdim=True) | scores_BHGNM.isnan().any(-1, keepdim=True)
+    scores_BHGNM = torch.where(alive_BHGN1, scores_BHGNM, 0)
+    p_BHGNM = scores_BHGNM.softmax(-1)[..., : seen.pair_NM.shape[1]]
+    p_BHGNM = torch.where(seen.pair_NM & alive_BHGN1, p_BHGNM, 0)
+    lse_BHGN = torch.where(alive_BHGN1[..., 0], scores_BHGNM.logsumexp(-1), -torch.inf)
+    return _Softmax(p_BHGNM, lse_BHGN, alive_BHGN1, slope_BHGNM)
 
 
 def window_attention_reference(
@@ -104,21 +135,23 @@ def window_attention_reference(
     v: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    positions: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
     left: int | None,
     right: int | None,
     query_offset: int,
     scale: float,
+    softcap: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse`` of `dskernels.window_attention`; differentiable any number of times."""
     seen = visibility(q.shape[2], k.shape[2], left, right, query_offset, q.device)
     with autocast_disabled(q.device.type):
-        x = _operands(q, k, v, cos, sin, seen, query_offset, interleaved)
-        scores_BHGNM = _scores(x, seen, scale)
-        p_BHGNM = torch.where(seen.pair_NM, scores_BHGNM.softmax(-1), 0)
-        out_BHGND = torch.where(seen.query_N1, p_BHGNM @ x.v_BH1MD, 0)
-        lse_BHGN = torch.where(seen.query_N1[:, 0], scores_BHGNM.logsumexp(-1), -torch.inf)
-    return to_layout_of(q, out_BHGND.flatten(1, 2).to(q.dtype)), lse_BHGN.flatten(1, 2).contiguous()
+        x = _operands(q, k, v, cos, sin, positions, seen, query_offset, interleaved)
+        soft = _softmax(x, bias, sink, seen, scale, softcap)
+        out_BHGND = torch.where(soft.alive_BHGN1 & seen.query_N1, soft.p_BHGNM @ x.v_BH1MD, 0)
+    return to_layout_of(q, out_BHGND.flatten(1, 2).to(q.dtype)), soft.lse_BHGN.flatten(1, 2).contiguous()
 
 
 def window_attention_backward_reference(
@@ -131,32 +164,42 @@ def window_attention_backward_reference(
     lse: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    positions: Tensor | None,
+    bias: Tensor | None,
+    sink: Tensor | None,
     left: int | None,
     right: int | None,
     query_offset: int,
     scale: float,
+    softcap: float,
     interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v from those of ``out`` and ``lse``."""
+    bias_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from those of ``out`` and ``lse``, and of the expanded bias where it is needed."""
     seen = visibility(q.shape[2], k.shape[2], left, right, query_offset, q.device)
     with autocast_disabled(q.device.type):
-        x = _operands(q, k, v, cos, sin, seen, query_offset, interleaved)
+        x = _operands(q, k, v, cos, sin, positions, seen, query_offset, interleaved)
         key_heads = k.shape[1]
-        do_BHGND = torch.where(seen.query_N1, _group(grad_out, key_heads).to(lse.dtype), 0)
         # The paper's exp(score - lse), normalized afresh: lse near 1e4 has lost the digits that make P sum to 1.
-        p_BHGNM = torch.where(seen.pair_NM, _scores(x, seen, scale).softmax(-1), 0)
+        p_BHGNM, _, alive_BHGN1, slope_BHGNM = _softmax(x, bias, sink, seen, scale, softcap)
+        alive_BHGN1 = alive_BHGN1 & seen.query_N1
+        do_BHGND = torch.where(alive_BHGN1, _group(grad_out, key_heads).to(lse.dtype), 0)
         dp_BHGNM = do_BHGND @ x.v_BH1MD.mT
         # Equal to the paper's rowsum(dO * O), without the rounding of a half-precision O.
         delta_BHGN1 = (p_BHGNM * dp_BHGNM).sum(-1, keepdim=True)
         if grad_lse is not None:
             # d lse / d score is P, so its gradient joins where delta leaves.
-            delta_BHGN1 = delta_BHGN1 - torch.where(seen.query_N1, _group(grad_lse, key_heads)[..., None], 0)
-        ds_BHGNM = p_BHGNM * (dp_BHGNM - delta_BHGN1) * scale
+            delta_BHGN1 = delta_BHGN1 - torch.where(alive_BHGN1, _group(grad_lse, key_heads)[..., None], 0)
+        ds_BHGNM = p_BHGNM * (dp_BHGNM - delta_BHGN1)
+        grad_bias = ds_BHGNM.flatten(1, 2) if bias_needs_grad else ds_BHGNM.new_empty(0)
+        if slope_BHGNM is not None:
+            ds_BHGNM = torch.where(p_BHGNM == 0, 0, ds_BHGNM * slope_BHGNM)
+        ds_BHGNM = ds_BHGNM * scale
         dq_BHGND = ds_BHGNM @ x.k_BH1MD
         dk_BHMD = (ds_BHGNM.mT @ x.q_BHGND).sum(2)
         dv_BHMD = (p_BHGNM.mT @ do_BHGND).sum(2)
         if x.rope_q is not None and x.rope_k is not None:
             dq_BHGND = rotate(dq_BHGND, x.rope_q[0], -x.rope_q[1], interleaved)
-            dk_BHMD = rotate(dk_BHMD, x.rope_k[0], -x.rope_k[1], interleaved)
+            dk_BHMD = rotate(dk_BHMD.unsqueeze(2), x.rope_k[0], -x.rope_k[1], interleaved).squeeze(2)
     grad_q = to_layout_of(q, dq_BHGND.flatten(1, 2).to(q.dtype))
-    return grad_q, to_layout_of(k, dk_BHMD.to(k.dtype)), to_layout_of(v, dv_BHMD.to(v.dtype))
+    return grad_q, to_layout_of(k, dk_BHMD.to(k.dtype)), to_layout_of(v, dv_BHMD.to(v.dtype)), grad_bias

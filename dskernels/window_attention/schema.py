@@ -6,6 +6,8 @@ Compiled kernels join when ``dskernels._C`` is loaded.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +17,24 @@ from torch.utils.flop_counter import register_flop_formula
 from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define, empty_in_layout_of
 from dskernels.window_attention.reference import window_attention_backward_reference, window_attention_reference
 
-_OPTIONS = "Tensor? cos, Tensor? sin, SymInt? left, SymInt? right, SymInt query_offset, float scale, bool interleaved"
+_TABLES = "Tensor? cos, Tensor? sin, Tensor? positions, Tensor? bias, Tensor? sink"
+_OPTIONS = "SymInt? left, SymInt? right, SymInt query_offset, float scale, float softcap, bool interleaved"
 
-forward_op = define("window_attention", f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor lse)")
-backward_op = define(
-    "window_attention_backward",
-    f"(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_OPTIONS})"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {_TABLES}, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+BACKWARD = (
+    f"(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TABLES}, {_OPTIONS},"
+    " bool bias_needs_grad) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)"
 )
+
+forward_op = define("window_attention", FORWARD)
+backward_op = define("window_attention_backward", BACKWARD)
 
 LIBRARY.impl("window_attention", window_attention_reference, "CompositeExplicitAutograd")
 LIBRARY.impl("window_attention_backward", window_attention_backward_reference, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake(forward_op, lib=LIBRARY)
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = empty_in_layout_of(q, (batch, heads, queries, v.shape[3]))
@@ -37,42 +42,63 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
 
 
 @torch.library.register_fake(backward_op, lib=LIBRARY)
-def _backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_in_layout_of(q, q.shape), empty_in_layout_of(k, k.shape), empty_in_layout_of(v, v.shape)
+def backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    bias_needs_grad = rest[-1]
+    grad_bias = lse.new_empty((*q.shape[:3], k.shape[2]) if bias_needs_grad else (0,))
+    grads = (empty_in_layout_of(q, q.shape), empty_in_layout_of(k, k.shape), empty_in_layout_of(v, v.shape))
+    return (*grads, grad_bias)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cos, sin, *ctx.options = inputs
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cos, sin, positions, bias, sink, *ctx.options = inputs
     # Most losses do not use lse: its missing gradient stays None, which the kernels skip.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, cos, sin)
+    ctx.save_for_backward(q, k, v, *output, cos, sin, positions, bias, sink)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, cos, sin = ctx.saved_tensors
-    none = (None,) * (len(ctx.needs_input_grad) - 3)
+def backward_by(
+    operator: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs of the forward operator, those of q, k, v and bias by backward ``operator``."""
+    q, k, v, out, lse, cos, sin, positions, bias, sink = ctx.saved_tensors
+    wants_q, wants_k, wants_v, _, _, _, wants_bias, wants_sink, *options = ctx.needs_input_grad
     if grad_out is None and grad_lse is None:
-        return (None, None, None, *none)
+        return (None,) * len(ctx.needs_input_grad)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = backward_op(grad_out, grad_lse, q, k, v, out, lse, cos, sin, *ctx.options)
-    needed = (grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
-    return (*needed, *none)
+    grads = operator(grad_out, grad_lse, q, k, v, out, lse, cos, sin, positions, bias, sink, *ctx.options, wants_bias)
+    wants = (wants_q, wants_k, wants_v, wants_bias)
+    grad_q, grad_k, grad_v, grad_bias = (g if wanted else None for g, wanted in zip(grads, wants, strict=True))
+    grad_sink = sink_gradient(grad_out, grad_lse, out, lse, sink) if wants_sink else None
+    return (grad_q, grad_k, grad_v, None, None, None, grad_bias, grad_sink, *(None for _ in options))
 
 
-torch.library.register_autograd(forward_op, _backward, setup_context=_save_for_backward, lib=LIBRARY)
+def sink_gradient(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """The gradient of ``sink`` ``[Hq]`` for ``out`` ``[B, Hq, N, Dv]`` and ``lse`` ``[B, Hq, N]``."""
+    # The sink's weight is p = exp(sink - lse) and its value is 0, so d loss / d sink is the sum of -p * delta.
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    # Not a weight of 0 times delta: where there is no softmax the gradient of out may hold anything, NaN too.
+    weighted = torch.where(lse == -torch.inf, 0, torch.exp(sink[:, None] - lse) * delta)
+    return -weighted.sum((0, 2)).to(sink.dtype)
 
 
-def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+torch.library.register_autograd(
+    forward_op, functools.partial(backward_by, backward_op), setup_context=save_for_backward, lib=LIBRARY
+)
+
+
+def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
     raise NotImplementedError(
         "window_attention: the compiled backward cannot be differentiated again; "
         'backend="reference" can be, any number of times'
     )
 
 
-torch.library.register_autograd(backward_op, _double_backward, lib=LIBRARY)
+torch.library.register_autograd(backward_op, double_backward, lib=LIBRARY)
 
 
 def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -116,17 +142,17 @@ def _attention_flop(
 
 
 @register_flop_formula(torch.ops.dskernels.window_attention)
-def _forward_flop(
-    q: Any, k: Any, v: Any, cos: Any, sin: Any, left: Any, right: Any, offset: int, *_: Any, **__: Any
-) -> int:
+def forward_flop(q: Any, k: Any, v: Any, *options: Any, **_: Any) -> int:
+    """Operations of the forward; the Triton operators share it."""
+    _cos, _sin, _positions, _bias, _sink, left, right, offset, *_rest = options
     # Scores and output; a multiply-add counts 2, as everywhere in torch's counter.
     return _attention_flop(q, k, left, right, offset, q[3] + v[3])
 
 
 @register_flop_formula(torch.ops.dskernels.window_attention_backward)
-def _backward_flop(
+def backward_flop(
     grad_out: Any, grad_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any, **_: Any
 ) -> int:
-    _cos, _sin, left, right, offset, *_rest = options
+    _cos, _sin, _positions, _bias, _sink, left, right, offset, *_rest = options
     # Scores again, dq and dk over the head's width; dv and dp over the value's.
     return _attention_flop(q, k, left, right, offset, 3 * q[3] + 2 * v[3])

@@ -26,4 +26,8 @@ def test_matches_float64(dtype: torch.dtype, compiled: bool) -> None:
     out, lse = attend(*leaves, window=options.window, rope=table, return_lse=True)
     results = [out, lse, *torch.autograd.grad((out, lse), leaves, [g.cuda() for g in grads])]
     for name, result, right, usual in zip(NAMES, results, exact_results, plain_results, strict=True):
-        assert_close_to_reference(result.cpu(), right, usual, name)
+        if name == "lse" and dtype != torch.float32:
+            # Rotated queries and keys may be rounded for the tensor cores; the plain lse is not of rounded ones.
+            torch.testing.assert_close(result.cpu().double(), right, rtol=0, atol=8 * torch.finfo(dtype).eps)
+        else:
+            assert_close_to_reference(result.cpu(), right, usual, name)

@@ -45,10 +45,12 @@ def test_default_of_the_backward_operator(rope: Rope | None, token_major: bool) 
     grads = [torch.randn(1, 4, 9, 3), torch.randn(1, 4, 9)]
     by_autograd = with_gradients(op, inputs, grads, options, "reference")
     table = dk.rope_table(6, 9, rotary_dim=4)[:2] if rope else (None, None)
-    arguments = (*table, *options.window, options.offset(*inputs[:2]), options.factor(inputs[0]), False)
-    by_formula = window_attention_backward_reference(
+    tables = (*table, None, None, None)
+    arguments = (*tables, *options.window, options.offset(*inputs[:2]), options.factor(inputs[0]), 0.0, False, False)
+    *by_formula, grad_bias = window_attention_backward_reference(
         *(g.double() for g in grads), *inputs, *(x.detach() for x in by_autograd[:2]), *arguments
     )
+    assert grad_bias.numel() == 0
     for name, one, other, given in zip(NAMES[2:], by_formula, by_autograd[2:], inputs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
         assert one.stride() == given.stride(), name
@@ -56,8 +58,9 @@ def test_default_of_the_backward_operator(rope: Rope | None, token_major: bool) 
 
 def test_double_backward_of_the_kernel_says_no() -> None:
     inputs = small(torch.float32)
-    left, right, offset, scale = 2, 0, 1, 0.4
-    out, _ = torch.ops.dskernels.window_attention.default(*inputs, None, None, left, right, offset, scale, False)
+    tables, (left, right, offset, scale, softcap) = (None,) * 5, (2, 0, 1, 0.4, 0.0)
+    options = (*tables, left, right, offset, scale, softcap, False)
+    out, _ = torch.ops.dskernels.window_attention.default(*inputs, *options)
     (grad,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
     with pytest.raises(NotImplementedError, match='backend="reference"'):
         grad.sum().backward()

@@ -125,9 +125,6 @@ def test_query_outside_the_table(backend: str) -> None:
         ((64.0, 10), {}, TypeError, "head_dim: expected an int, got 64.0"),
         ((True, 10), {}, TypeError, "head_dim"),
         ((64, 10), {"interleaved": 1}, TypeError, "interleaved"),
-        ((64, 10), {"scaling": "yarn"}, TypeError, "scaling"),
-        ((64, 10), {"scaling": {"rope_type": "yarn", "factor": 2.0}}, ValueError, "among 'default', got"),
-        ((64, 10), {"scaling": {"rope_type": "default", "factor": 2.0}}, ValueError, "no key but 'rope_type'"),
     ],
 )
 def test_wrong_table_arguments(arguments: tuple, options: dict, error: type[Exception], message: str) -> None:

@@ -21,9 +21,14 @@ def tensors(dtype: torch.dtype = torch.float32, queries: int = 20, keys: int = 2
     return [torch.randn(shape).to(dtype).requires_grad_(grad) for shape in shapes]
 
 
-def options(inputs: list[Tensor], rope: bool) -> tuple:
+def options(inputs: list[Tensor], rope: bool, scores: bool = False) -> tuple:
+    """The operator's options; ``scores`` adds positions, bias, sink and softcap."""
+    queries, keys = inputs[0].shape[2], inputs[1].shape[2]
     table = (TABLE.cos, TABLE.sin) if rope else (None, None)
-    return (*table, 5, 2, inputs[1].shape[2] - inputs[0].shape[2], 0.25, False)
+    positions = torch.arange(keys).flip(0).repeat(2, 1) if scores and rope else None
+    bias = torch.randn(1, 4, queries, keys, requires_grad=True).expand(2, 4, queries, keys) if scores else None
+    sink = torch.randn(4, requires_grad=True) if scores else None
+    return (*table, positions, bias, sink, 5, 2, keys - queries, 0.25, 2.0 if scores else 0.0, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -36,15 +41,28 @@ def test_opcheck(dtype: torch.dtype, token_major: bool, rope: bool) -> None:
     out, lse = forward_op(*inputs, *options(inputs, rope))
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     torch.library.opcheck(forward_op, (*leaves, *options(inputs, rope)))
-    arguments = (torch.randn_like(out), torch.randn_like(lse), *inputs, out, lse, *options(inputs, rope))
+    arguments = (torch.randn_like(out), torch.randn_like(lse), *inputs, out, lse, *options(inputs, rope), False)
     torch.library.opcheck(backward_op, arguments)
     torch.library.opcheck(backward_op, (arguments[0], None, *arguments[2:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rope", [False, True])
+def test_opcheck_of_what_acts_on_the_scores(dtype: torch.dtype, rope: bool) -> None:
+    inputs = tensors(dtype)
+    leaves, extra = [x.detach().clone().requires_grad_() for x in inputs], options(inputs, rope, scores=True)
+    torch.library.opcheck(forward_op, (*leaves, *extra))
+    extra = tuple(x.detach() if isinstance(x, Tensor) else x for x in extra)
+    out, lse = forward_op(*inputs, *extra)
+    for bias_needs_grad in (False, True):
+        arguments = (torch.randn_like(out), torch.randn_like(lse), *inputs, out, lse, *extra, bias_needs_grad)
+        torch.library.opcheck(backward_op, arguments)
 
 
 def test_opcheck_unbounded_and_empty() -> None:
     for queries, keys in ((7, 7), (0, 5), (5, 0)):
         inputs = tensors(queries=queries, keys=keys)
-        torch.library.opcheck(forward_op, (*inputs, None, None, None, None, keys - queries, 0.25, False))
+        torch.library.opcheck(forward_op, (*inputs, *(None,) * 7, keys - queries, 0.25, 0.0, False))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "token_major"])
@@ -200,7 +218,7 @@ def test_inference_mode_and_no_grad(backend: str) -> None:
 
 def test_meta_tensors() -> None:
     inputs = [x.to("meta") for x in tensors(torch.bfloat16)]
-    out, lse = forward_op(*inputs, None, None, 5, 0, 4, 0.25, False)
+    out, lse = forward_op(*inputs, *(None,) * 5, 5, 0, 4, 0.25, 0.0, False)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 4, 20, 8), torch.bfloat16, (2, 4, 20), torch.float32)
     assert dk.window_attention(*inputs, window=(5, 0)).shape == (2, 4, 20, 8)
 
@@ -217,7 +235,7 @@ def test_operations_are_those_of_the_seen_pairs(window, queries: int, keys: int,
     assert count_seen_pairs(queries, keys, left, right, offset) == pairs
     inputs = tensors(queries=queries, keys=keys, grad=True)
     with FlopCounterMode(display=False) as counter:
-        out, _ = forward_op(*inputs, None, None, left, right, offset, 0.25, False)
+        out, _ = forward_op(*inputs, *(None,) * 5, left, right, offset, 0.25, 0.0, False)
     # Two sums of 16 for scores and two of 8 for values over 2 batches of 4 heads; a multiply-add counts 2.
     assert counter.get_total_flops() == 2 * 8 * pairs * (16 + 8)
     with FlopCounterMode(display=False) as counter:

@@ -28,6 +28,8 @@ class Options:
     rope: Rope | None = None
     scale: float | None = None
     query_offset: int | None = None
+    softcap: float | None = None
+    positions: tuple[tuple[int, ...], ...] | None = None
 
     def offset(self, q: Tensor, k: Tensor) -> int:
         return k.shape[2] - q.shape[2] if self.query_offset is None else self.query_offset
@@ -36,10 +38,21 @@ class Options:
         return q.shape[3] ** -0.5 if self.scale is None else self.scale
 
 
-def op(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str) -> tuple[Tensor, Tensor]:
-    table = None
+def op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    backend: str,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    table, positions = None, None
+    if options.positions is not None:
+        positions = torch.tensor(options.positions)
     if options.rope is not None:
         rows = max(k.shape[2], q.shape[2] + options.offset(q, k))
+        rows = rows if positions is None else int(positions.max()) + 1
         theta, rotary_dim, interleaved = options.rope
         table = dk.rope_table(q.shape[3], rows, theta=theta, rotary_dim=rotary_dim, interleaved=interleaved)
     return dk.window_attention(
@@ -48,6 +61,10 @@ def op(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str) -> tuple
         v,
         window=options.window,
         rope=table,
+        positions=positions,
+        bias=bias,
+        sink=sink,
+        softcap=options.softcap,
         scale=options.scale,
         query_offset=options.query_offset,
         return_lse=True,
@@ -55,26 +72,37 @@ def op(q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str) -> tuple
     )
 
 
-def rotated(x: Tensor, first_position: int, rope: Rope | None) -> Tensor:
+def places(x: Tensor, first: int, options: Options) -> Tensor:
+    """The positions at which the tokens of ``x`` are rotated, as ``[B or 1, 1, N, 1]`` in float64."""
+    if options.positions is None:
+        return torch.arange(first, first + x.shape[2], dtype=torch.float64).view(1, 1, -1, 1)
+    table = torch.tensor(options.positions, dtype=torch.float64)
+    return table[:, None, first : first + x.shape[2], None]
+
+
+def rotated(x: Tensor, first_position: int, rope: Rope | None, options: Options | None = None) -> Tensor:
     """``x`` in float64, its pairs turned as complex numbers."""
     x = x.double()
     if rope is None:
         return x
     width = x.shape[3] if rope.rotary_dim is None else rope.rotary_dim
-    positions = torch.arange(first_position, first_position + x.shape[2], dtype=torch.float64)
+    positions = places(x, first_position, options or Options())
     frequencies = torch.tensor([rope.theta ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
-    phases = torch.polar(torch.ones(()).double(), positions[:, None] * frequencies)
+    phases = torch.polar(torch.ones(()).double(), positions * frequencies)
     head, tail = x[..., :width], x[..., width:]
     pairs = head.unflatten(-1, (width // 2, 2)) if rope.interleaved else head.unflatten(-1, (2, width // 2)).mT
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * phases)
     return torch.cat((turned.flatten(-2) if rope.interleaved else turned.mT.flatten(-2), tail), -1)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse`` in float64."""
     left, right = options.window
     offset, group = options.offset(q, k), q.shape[1] // k.shape[1]
-    queries, keys = rotated(q, offset, options.rope), rotated(k, 0, options.rope)
+    queries, keys = rotated(q, offset, options.rope, options), rotated(k, 0, options.rope, options)
+    full_bias = None if bias is None else bias.double().expand(*q.shape[:3], k.shape[2])
     keys, values = keys.repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     outs, lses = [], []
     for i in range(q.shape[2]):
@@ -82,22 +110,32 @@ def exact(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Te
         high = k.shape[2] if right is None else min(k.shape[2], i + offset + right + 1)
         if low >= high:
             outs.append(q.new_zeros(*q.shape[:2], v.shape[3]).double())
-            lses.append(q.new_full(q.shape[:2], -torch.inf).double())
+            lse = q.new_full(q.shape[:2], -torch.inf).double()
+            lses.append(lse if sink is None else sink.double().expand_as(lse))
             continue
         scores = options.factor(q) * torch.einsum("bhd,bhjd->bhj", queries[:, :, i], keys[:, :, low:high])
-        outs.append(torch.einsum("bhj,bhje->bhe", scores.softmax(-1), values[:, :, low:high]))
+        if options.softcap is not None:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        if full_bias is not None:
+            scores = scores + full_bias[:, :, i, low:high]
+        if sink is not None:
+            scores = torch.cat((scores, sink.double()[None, :, None].expand(q.shape[0], -1, 1)), -1)
+        weights = scores.softmax(-1)[..., : high - low]
+        outs.append(torch.einsum("bhj,bhje->bhe", weights, values[:, :, low:high]))
         lses.append(scores.logsumexp(-1))
     if not outs:
         return q.new_zeros(*q.shape[:3], v.shape[3]).double(), q.new_zeros(q.shape[:3]).double()
     return torch.stack(outs, 2), torch.stack(lses, 2)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, bias: Tensor | None = None, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Products in the dtype of the inputs, rotation, softmax and ``lse`` in float32 or wider, and a dense mask."""
     wide = torch.promote_types(q.dtype, torch.float32)
     left, right = options.window
     offset, group = options.offset(q, k), q.shape[1] // k.shape[1]
-    q_wide, k_wide = (_turned(x.to(wide), first, options.rope) for x, first in ((q, offset), (k, 0)))
+    q_wide, k_wide = (_turned(x.to(wide), first, options) for x, first in ((q, offset), (k, 0)))
     k_wide, v = k_wide.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     distance = torch.arange(k.shape[2]) - torch.arange(offset, offset + q.shape[2])[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -108,20 +146,26 @@ def plain(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Te
     blind = hidden.all(1)[:, None]
 
     def softmax_inputs(queries: Tensor, keys: Tensor) -> Tensor:
-        return (queries @ keys.mT * options.factor(q)).to(wide).masked_fill(hidden & ~blind, -torch.inf)
+        scores = (queries @ keys.mT * options.factor(q)).to(wide)
+        if options.softcap is not None:
+            scores = options.softcap * torch.tanh(scores / options.softcap)
+        scores = (scores if bias is None else scores + bias).masked_fill(hidden & ~blind, -torch.inf)
+        if sink is None:
+            return scores
+        return torch.cat((scores, sink.to(wide)[:, None, None].expand(*scores.shape[:3], 1)), -1)
 
     probabilities = softmax_inputs(q_wide.to(q.dtype), k_wide.to(q.dtype)).softmax(-1).to(q.dtype)
-    out = (probabilities @ v).masked_fill(blind, 0)
-    return out, softmax_inputs(q_wide, k_wide).logsumexp(-1).masked_fill(blind[:, 0], -torch.inf)
+    out = (probabilities[..., : k.shape[2]] @ v).masked_fill(blind, 0)
+    no_keys = torch.tensor(-torch.inf) if sink is None else sink.to(wide)[:, None]
+    return out, torch.where(blind[:, 0], no_keys, softmax_inputs(q_wide, k_wide).logsumexp(-1))
 
 
-def _turned(x: Tensor, first_position: int, rope: Rope | None) -> Tensor:
+def _turned(x: Tensor, first_position: int, options: Options) -> Tensor:
+    rope = options.rope
     if rope is None:
         return x
     width = x.shape[3] if rope.rotary_dim is None else rope.rotary_dim
-    angles = torch.arange(first_position, first_position + x.shape[2]).double()[:, None] * (
-        rope.theta ** (-torch.arange(0, width, 2).double() / width)
-    )
+    angles = places(x, first_position, options) * (rope.theta ** (-torch.arange(0, width, 2).double() / width))
     cos, sin = angles.cos().float(), angles.sin().float()
     first = slice(0, width, 2) if rope.interleaved else slice(0, width // 2)
     second = slice(1, width, 2) if rope.interleaved else slice(width // 2, width)

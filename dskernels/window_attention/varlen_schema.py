@@ -1,0 +1,126 @@
+"""The operators ``dskernels::window_attention_varlen`` and ``dskernels::window_attention_varlen_backward``.
+
+Definition, default (the reference), shapes for tracing, gradient, autocast rule and operation count, as in `schema`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define
+from dskernels.window_attention.schema import count_seen_pairs, sink_gradient
+from dskernels.window_attention.varlen_reference import (
+    window_attention_varlen_backward_reference,
+    window_attention_varlen_reference,
+)
+
+_TABLES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? cos, Tensor? sin, Tensor? sink"
+_OPTIONS = "SymInt? left, SymInt? right, float scale, float softcap, bool interleaved"
+
+varlen_forward_op = define(
+    "window_attention_varlen", f"(Tensor q, Tensor k, Tensor v, {_TABLES}, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+)
+varlen_backward_op = define(
+    "window_attention_varlen_backward",
+    f"(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TABLES}, {_OPTIONS})"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+)
+
+LIBRARY.impl("window_attention_varlen", window_attention_varlen_reference, "CompositeExplicitAutograd")
+LIBRARY.impl(
+    "window_attention_varlen_backward", window_attention_varlen_backward_reference, "CompositeExplicitAutograd"
+)
+
+
+@torch.library.register_fake(varlen_forward_op, lib=LIBRARY)
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((tokens, heads, v.shape[2])), q.new_empty((heads, tokens), dtype=lse_dtype)
+
+
+@torch.library.register_fake(varlen_backward_op, lib=LIBRARY)
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, cos, sin, sink, *ctx.options = inputs
+    # Most losses do not use lse: its missing gradient stays None, which the kernels skip.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, cos, sin, sink)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tables = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * len(ctx.needs_input_grad)
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = varlen_backward_op(grad_out, grad_lse, q, k, v, out, lse, *tables, *ctx.options)
+    wanted = (g if wants else None for g, wants in zip(grads, ctx.needs_input_grad[:3], strict=True))
+    grad_sink = None
+    if ctx.needs_input_grad[7]:
+        as_batch = (grad_lse if grad_lse is None else grad_lse[None], out.transpose(0, 1)[None], lse[None])
+        grad_sink = sink_gradient(grad_out.transpose(0, 1)[None], *as_batch, tables[-1])
+    return (*wanted, None, None, None, None, grad_sink, *(None for _ in ctx.options))
+
+
+torch.library.register_autograd(varlen_forward_op, _backward, setup_context=_save_for_backward, lib=LIBRARY)
+
+
+def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    raise NotImplementedError(
+        "window_attention_varlen: the compiled backward cannot be differentiated again; "
+        'backend="reference" can be, any number of times'
+    )
+
+
+torch.library.register_autograd(varlen_backward_op, _double_backward, lib=LIBRARY)
+
+
+def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    # The rope tables are not cast: half precision cannot tell late positions apart.
+    q, k, v = cast_for_autocast(q, k, v)
+    with autocast_disabled(q.device.type):
+        result: tuple[Tensor, Tensor] = varlen_forward_op(q, k, v, *options)
+    return result
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    LIBRARY.impl("window_attention_varlen", _forward_autocast, _key)
+
+
+def _attention_flop(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, left: int | None, right: int | None, width: int
+) -> int:
+    if cu_seqlens_q.is_meta or isinstance(cu_seqlens_q, FakeTensor):
+        # The lengths are values, which a trace does not have: what it gets is the most that they can come to.
+        lengths = [(q.shape[0], k.shape[0])]
+    else:
+        lengths = list(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True))
+    pairs = sum(count_seen_pairs(queries, keys, left, right, keys - queries) for queries, keys in lengths)
+    return 2 * q.shape[1] * pairs * width
+
+
+@register_flop_formula(torch.ops.dskernels.window_attention_varlen, get_raw=True)
+def _forward_flop(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any, **_: Any
+) -> int:
+    _cos, _sin, _sink, left, right, *_rest = options
+    return _attention_flop(q, k, cu_seqlens_q, cu_seqlens_k, left, right, q.shape[2] + v.shape[2])
+
+
+@register_flop_formula(torch.ops.dskernels.window_attention_varlen_backward, get_raw=True)
+def _backward_flop(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *options: Any, **_: Any
+) -> int:
+    _out, _lse, cu_seqlens_q, cu_seqlens_k, _cos, _sin, _sink, left, right, *_rest = options
+    return _attention_flop(q, k, cu_seqlens_q, cu_seqlens_k, left, right, 3 * q.shape[2] + 2 * v.shape[2])
