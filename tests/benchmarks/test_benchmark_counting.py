@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import dskernels as dk
 from benchmarks.case import DTYPES
 from benchmarks.ops.window_attention import WindowProblem
+from dskernels.window_attention.arguments import prepare
+from dskernels.window_attention.schema import forward_op
 
 PROBLEMS = {
     "window": WindowProblem(length=37, seen=5, dtype="fp32", heads=2, key_heads=2, head_dim=6),
@@ -40,8 +42,7 @@ def test_operations_are_those_of_torchs_counter(problem):
     with FlopCounterMode(display=False) as counter:
         # Through the operator, whatever backend is there, since the formula is registered for it.
         leaves = [tensor.detach().requires_grad_(problem.backward) for tensor in inputs[:3]]
-        options = (*problem.window, 0, problem.head_dim**-0.5, False)
-        out, _ = torch.ops.dskernels.window_attention(*leaves, inputs.rope.cos, inputs.rope.sin, *options)
+        out, _ = forward_op(*prepare(*leaves, window=problem.window, rope=inputs.rope))
         if problem.backward:
             out.backward(inputs.grad_out)
     assert problem.operations == counter.get_total_flops()
