@@ -40,9 +40,10 @@ def check(leaves: list[Tensor], grads: list[Tensor], options: Options, backend: 
         assert_close_to_reference(result, exactly, usually, name)
 
 
-# A bias that is the same for all keys leaves the weights alone; its gradient is what is left of a sum that cancels. One
-# per query holds the 2x rule in float32. Not held, and so not listed: one per query in half precision, where the backward
-# carries the rounding of `out`, and a single one for everything, where in float32 the error was 2.3 times what is allowed.
+# A bias that is the same for all keys leaves the weights alone; its gradient is what is left of a sum that cancels.
+# One per query holds the 2x rule in float32. Not held, and so not listed: one per query in half precision, where the
+# backward carries the rounding of `out`, and a single one for everything, where the float32 error was 2.3 times what is
+# allowed.
 BROADCASTS = [((N, 1), torch.float32)] + [
     (shape, dtype)
     for shape in ((B, H, N, M), (1, H, N, M), (B, 1, 1, M))
