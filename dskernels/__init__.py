@@ -3,7 +3,7 @@
 from dskernels._library import build_info, load_compiled
 from dskernels._registry import explain, use_backend
 from dskernels.rope import RopeTable, rope_table
-from dskernels.window_attention import window_attention, window_attention_varlen
+from dskernels.window_attention import window_attention, window_attention_decode, window_attention_varlen
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,7 @@ __all__ = [
     "rope_table",
     "use_backend",
     "window_attention",
+    "window_attention_decode",
     "window_attention_varlen",
 ]
 

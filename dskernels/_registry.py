@@ -49,12 +49,14 @@ class Operator:
         prepare: validates the public arguments (all but ``backend``) and returns the call that backends take.
         backends: the implementations, in the order in which automatic choice tries them.
         example: draws the tensors and options of a small call that uses every feature, for the self-test.
+        differentiable: whether backends other than the reference have a gradient.
     """
 
     name: str
     prepare: Callable[..., Any]
     backends: tuple[Backend, ...]
     example: Callable[[], tuple[list[torch.Tensor], dict[str, Any]]]
+    differentiable: bool = True
 
     def choose(self, call: Any, backend: str | None) -> Backend:
         """The backend that serves ``call``.

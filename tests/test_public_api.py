@@ -18,10 +18,12 @@ SIGNATURES = {
     "use_backend": "(backend)",
     "window_attention": "(q, k, v, *, window=(None, None), rope=None, positions=None, bias=None, sink=None,"
     " softcap=None, scale=None, query_offset=None, return_lse=False, backend=None)",
+    "window_attention_decode": "(q, k_cache, v_cache, cache_lengths, *, window=(None, 0), rope=None,"
+    " keys_rotated=False, sink=None, softcap=None, scale=None, return_lse=False, backend=None)",
     "window_attention_varlen": "(q, k, v, cu_seqlens_q, cu_seqlens_k, *, window=(None, None), rope=None, sink=None,"
     " softcap=None, scale=None, return_lse=False, backend=None)",
 }
-OPERATORS = ("window_attention", "window_attention_varlen")
+OPERATORS = ("window_attention", "window_attention_decode", "window_attention_varlen")
 
 
 def test_exported_names() -> None:

@@ -42,13 +42,22 @@ struct WindowAttentionBackwardArgs {
   float* shared;          // `shared_bytes` of the plan: gradients of keys that two chunks see
 };
 
+// Key and value caches are forward.k and forward.v, whose len_k slots hold position p in slot p mod len_k. Queries are
+// the last len_q tokens of their sequence; positions, bias and query_offset are not used.
+struct WindowAttentionDecodeArgs {
+  WindowAttentionArgs forward;
+  const int64_t* lengths;  // [batch], tokens of each sequence
+  bool keys_rotated;       // keys were turned to their positions when they were stored
+  float* partial;          // `shared_bytes` of the plan
+};
+
 // How a call divides into independent tasks. It depends on shapes alone, never on the number of threads, so neither
 // do the results.
 struct WindowAttentionPlan {
   int64_t tasks;
   int64_t scratch_bytes;  // for each task that runs, 64-byte aligned
-  int64_t merge_tasks;    // backward only: run after all tasks
-  int64_t shared_bytes;   // backward only
+  int64_t merge_tasks;    // backward and decode: run after all tasks
+  int64_t shared_bytes;   // backward and decode: of one buffer for all tasks
 };
 
 struct WindowAttentionKernels {
@@ -57,6 +66,9 @@ struct WindowAttentionKernels {
   WindowAttentionPlan (*plan_backward)(const WindowAttentionArgs&);
   void (*run_backward)(const WindowAttentionBackwardArgs&, int64_t task, void* scratch);
   void (*merge_backward)(const WindowAttentionBackwardArgs&, int64_t task, void* scratch);
+  WindowAttentionPlan (*plan_decode)(const WindowAttentionArgs&);
+  void (*run_decode)(const WindowAttentionDecodeArgs&, int64_t task, void* scratch);
+  void (*merge_decode)(const WindowAttentionDecodeArgs&, int64_t task, void* scratch);
 };
 
 }  // namespace dskernels

@@ -16,15 +16,20 @@ namespace {
 // Row statistics of up to this many columns are kept on a kernel's stack.
 constexpr int64_t kMaxHeadDim = 256;
 
-// Set before: the views, heads and head dims.
-inline void check_operands(const WindowAttentionArgs& args) {
+// Set before: heads and head dims.
+inline void check_heads(const WindowAttentionArgs& args) {
   STD_TORCH_CHECK(args.heads_kv > 0 ? args.heads_q % args.heads_kv == 0 : args.heads_q == 0,
                   "window_attention: q: expected a multiple of ", args.heads_kv, " heads, got ", args.heads_q);
-  STD_TORCH_CHECK(args.q.element == args.k.element && args.q.element == args.v.element,
-                  "window_attention: q, k, v: expected one dtype");
   STD_TORCH_CHECK(args.dim_qk <= kMaxHeadDim && args.dim_v <= kMaxHeadDim,
                   "window_attention: expected head dims up to ", kMaxHeadDim, ", got ", args.dim_qk, " and ",
                   args.dim_v);
+}
+
+// Set before: the views, heads and head dims.
+inline void check_operands(const WindowAttentionArgs& args) {
+  check_heads(args);
+  STD_TORCH_CHECK(args.q.element == args.k.element && args.q.element == args.v.element,
+                  "window_attention: q, k, v: expected one dtype");
 }
 
 inline int64_t bounded(std::optional<int64_t> value) {

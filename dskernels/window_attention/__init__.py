@@ -10,12 +10,13 @@ from torch import Tensor
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention.arguments import WindowAttentionCall, prepare, why_not_cpu, why_not_triton
+from dskernels.window_attention.decode import window_attention_decode
 from dskernels.window_attention.reference import window_attention_reference
 from dskernels.window_attention.schema import forward_op
 from dskernels.window_attention.triton_schema import triton_forward_op
 from dskernels.window_attention.varlen import window_attention_varlen
 
-__all__ = ["window_attention", "window_attention_varlen"]
+__all__ = ["window_attention", "window_attention_decode", "window_attention_varlen"]
 
 
 @overload

@@ -82,12 +82,7 @@ def prepare(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor, layout in (("q", q, "[B, Hq, Nq, D]"), ("k", k, "[B, Hkv, Nk, D]"), ("v", v, "[B, Hkv, Nk, Dv]")):
-        if tensor.dim() != 4:
-            raise wrong_value(name, f"4 dimensions {layout}", f"shape {shape_of(tensor)}")
-        if tensor.shape[1] < 1 or tensor.shape[3] < 1:
-            raise wrong_value(
-                name, f"at least one head of at least one component, {layout}", f"shape {shape_of(tensor)}"
-            )
+        check_layout(name, tensor, layout)
     check_kinds(q, k, v)
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise wrong_value("k", f"batch and head dimension of q, {shape_of(q)}", f"shape {shape_of(k)}")
@@ -97,15 +92,37 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise wrong_value("v", f"batch, heads and length of k, {shape_of(k)}", f"shape {shape_of(v)}")
 
 
+def check_layout(name: str, tensor: Tensor, layout: str) -> None:
+    """Whether ``tensor`` has 4 dimensions, and at least one head of at least one component in the second and last."""
+    if tensor.dim() != 4:
+        raise wrong_value(name, f"4 dimensions {layout}", f"shape {shape_of(tensor)}")
+    if tensor.shape[1] < 1 or tensor.shape[3] < 1:
+        expected = f"at least one head of at least one component, {layout}"
+        raise wrong_value(name, expected, f"shape {shape_of(tensor)}")
+
+
 def check_kinds(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Whether q, k and v have one dtype, of those served, and one device."""
-    if q.dtype not in _DTYPES:
-        raise wrong_value("q", "dtype float32, bfloat16, float16 or float64", q.dtype)
+    check_dtype("q", q)
     for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise wrong_value(name, f"the dtype of q, {q.dtype}", tensor.dtype)
-        if tensor.device != q.device:
-            raise wrong_value(name, f"the device of q, {q.device}", tensor.device)
+        check_same("q", q, name, tensor)
+
+
+def check_dtype(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise wrong_value(name, "dtype float32, bfloat16, float16 or float64", tensor.dtype)
+
+
+def check_same(first: str, one: Tensor, name: str, other: Tensor) -> None:
+    """Whether ``other`` has the dtype and the device of ``one``."""
+    if other.dtype != one.dtype:
+        raise wrong_value(name, f"the dtype of {first}, {one.dtype}", other.dtype)
+    check_device(first, one, name, other)
+
+
+def check_device(first: str, one: Tensor, name: str, other: Tensor) -> None:
+    if other.device != one.device:
+        raise wrong_value(name, f"the device of {first}, {one.device}", other.device)
 
 
 def check_return_lse(return_lse: bool) -> None:
@@ -228,13 +245,18 @@ def _checked_positions(positions: Tensor, rope: RopeTable, q: Tensor, k: Tensor,
         raise wrong_value("positions", f"shape [Nk] or [B, Nk] = [{batch}, {keys}]", f"shape {shape_of(positions)}")
     if offset < 0 or offset + q.shape[2] > keys:
         raise wrong_value("positions", f"queries that stand at keys 0 to {keys - 1}", f"query_offset {offset}")
-    # Looking at the values of a traced or a GPU tensor would wait for it; there the kernel has to see to it.
-    if positions.device.type == "cpu" and not torch.compiler.is_compiling() and positions.numel() > 0:
+    # Where they are not, the kernel has to see to it.
+    if is_readable(positions) and positions.numel() > 0:
         low, high = (int(x) for x in positions.aminmax())
         if low < 0 or high >= rope.max_positions:
             found = low if low < 0 else high
             raise IndexError(f"positions: position {found} is outside the table of {rope.max_positions} positions")
     return positions.expand(batch, keys).contiguous()
+
+
+def is_readable(values: Tensor) -> bool:
+    """Whether a check may look at values: of a traced or a GPU tensor it would have to wait for them."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def why_not_cpu(operator: str, q: Tensor, v: Tensor) -> str | None:

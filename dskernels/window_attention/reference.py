@@ -50,7 +50,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((rotary, tail), -1)
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     # Query, key and value as they enter the products: wide, grouped by key head, rotated, cleaned of what is not seen.
     q_BHGND: Tensor
     k_BH1MD: Tensor
@@ -67,11 +67,11 @@ class _Softmax(NamedTuple):
     slope_BHGNM: Tensor | None
 
 
-def _compute_dtype(q: Tensor) -> torch.dtype:
+def compute_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _group(x: Tensor, key_heads: int) -> Tensor:
+def group_heads(x: Tensor, key_heads: int) -> Tensor:
     grouped: Tensor = x.unflatten(1, (key_heads, x.shape[1] // key_heads))
     return grouped
 
@@ -86,31 +86,31 @@ def _operands(
     seen: Visibility,
     offset: int,
     pairing: bool,
-) -> _Operands:
-    dtype = _compute_dtype(q)
+) -> Operands:
+    dtype = compute_dtype(q)
     # Zero where nobody looks: 0 * NaN is NaN in a product, so what is unseen must be gone before it.
-    q_BHGND = torch.where(seen.query_N1, _group(q, k.shape[1]).to(dtype), 0)
+    q_BHGND = torch.where(seen.query_N1, group_heads(q, k.shape[1]).to(dtype), 0)
     k_BH1MD = torch.where(seen.key_M1, k.to(dtype), 0).unsqueeze(2)
     v_BH1MD = torch.where(seen.key_M1, v.to(dtype), 0).unsqueeze(2)
     if cos is None or sin is None:
-        return _Operands(q_BHGND, k_BH1MD, v_BH1MD, None, None)
+        return Operands(q_BHGND, k_BH1MD, v_BH1MD, None, None)
     cos, sin = cos.to(dtype), sin.to(dtype)
     if positions is not None:
         cos, sin = (table[positions][:, None, None] for table in (cos, sin))
     rope_q = (cos.narrow(-2, offset, q.shape[2]), sin.narrow(-2, offset, q.shape[2]))
     rope_k = (cos.narrow(-2, 0, k.shape[2]), sin.narrow(-2, 0, k.shape[2]))
-    return _Operands(rotate(q_BHGND, *rope_q, pairing), rotate(k_BH1MD, *rope_k, pairing), v_BH1MD, rope_q, rope_k)
+    return Operands(rotate(q_BHGND, *rope_q, pairing), rotate(k_BH1MD, *rope_k, pairing), v_BH1MD, rope_q, rope_k)
 
 
-def _softmax(
-    x: _Operands, bias: Tensor | None, sink: Tensor | None, seen: Visibility, scale: float, softcap: float
+def masked_softmax(
+    x: Operands, bias: Tensor | None, sink: Tensor | None, seen: Visibility, scale: float, softcap: float
 ) -> _Softmax:
     scores_BHGNM, slope_BHGNM = x.q_BHGND @ x.k_BH1MD.mT * scale, None
     if softcap:
         tanh_BHGNM = torch.tanh(scores_BHGNM / softcap)
         scores_BHGNM, slope_BHGNM = softcap * tanh_BHGNM, 1 - tanh_BHGNM.square()
     if bias is not None:
-        bias_BHGNM = _group(bias, x.k_BH1MD.shape[1]).to(scores_BHGNM.dtype)
+        bias_BHGNM = group_heads(bias, x.k_BH1MD.shape[1]).to(scores_BHGNM.dtype)
         scores_BHGNM = scores_BHGNM + torch.where(seen.pair_NM, bias_BHGNM, 0)
     # Masked scores are excluded by -inf, never by a large number.
     scores_BHGNM = torch.where(seen.pair_NM, scores_BHGNM, -torch.inf)
@@ -123,7 +123,7 @@ def _softmax(
     # its gradient finite.
     alive_BHGN1 = (scores_BHGNM > -torch.inf).any(-1, keepdim=True) | scores_BHGNM.isnan().any(-1, keepdim=True)
     scores_BHGNM = torch.where(alive_BHGN1, scores_BHGNM, 0)
-    p_BHGNM = scores_BHGNM.softmax(-1)[..., : seen.pair_NM.shape[1]]
+    p_BHGNM = scores_BHGNM.softmax(-1)[..., : seen.pair_NM.shape[-1]]
     p_BHGNM = torch.where(seen.pair_NM & alive_BHGN1, p_BHGNM, 0)
     lse_BHGN = torch.where(alive_BHGN1[..., 0], scores_BHGNM.logsumexp(-1), -torch.inf)
     return _Softmax(p_BHGNM, lse_BHGN, alive_BHGN1, slope_BHGNM)
@@ -149,7 +149,7 @@ def window_attention_reference(
     seen = visibility(q.shape[2], k.shape[2], left, right, query_offset, q.device)
     with autocast_disabled(q.device.type):
         x = _operands(q, k, v, cos, sin, positions, seen, query_offset, interleaved)
-        soft = _softmax(x, bias, sink, seen, scale, softcap)
+        soft = masked_softmax(x, bias, sink, seen, scale, softcap)
         out_BHGND = torch.where(soft.alive_BHGN1 & seen.query_N1, soft.p_BHGNM @ x.v_BH1MD, 0)
     return to_layout_of(q, out_BHGND.flatten(1, 2).to(q.dtype)), soft.lse_BHGN.flatten(1, 2).contiguous()
 
@@ -181,15 +181,15 @@ def window_attention_backward_reference(
         x = _operands(q, k, v, cos, sin, positions, seen, query_offset, interleaved)
         key_heads = k.shape[1]
         # The paper's exp(score - lse), normalized afresh: lse near 1e4 has lost the digits that make P sum to 1.
-        p_BHGNM, _, alive_BHGN1, slope_BHGNM = _softmax(x, bias, sink, seen, scale, softcap)
+        p_BHGNM, _, alive_BHGN1, slope_BHGNM = masked_softmax(x, bias, sink, seen, scale, softcap)
         alive_BHGN1 = alive_BHGN1 & seen.query_N1
-        do_BHGND = torch.where(alive_BHGN1, _group(grad_out, key_heads).to(lse.dtype), 0)
+        do_BHGND = torch.where(alive_BHGN1, group_heads(grad_out, key_heads).to(lse.dtype), 0)
         dp_BHGNM = do_BHGND @ x.v_BH1MD.mT
         # Equal to the paper's rowsum(dO * O), without the rounding of a half-precision O.
         delta_BHGN1 = (p_BHGNM * dp_BHGNM).sum(-1, keepdim=True)
         if grad_lse is not None:
             # d lse / d score is P, so its gradient joins where delta leaves.
-            delta_BHGN1 = delta_BHGN1 - torch.where(alive_BHGN1, _group(grad_lse, key_heads)[..., None], 0)
+            delta_BHGN1 = delta_BHGN1 - torch.where(alive_BHGN1, group_heads(grad_lse, key_heads)[..., None], 0)
         ds_BHGNM = p_BHGNM * (dp_BHGNM - delta_BHGN1)
         grad_bias = ds_BHGNM.flatten(1, 2) if bias_needs_grad else ds_BHGNM.new_empty(0)
         if slope_BHGNM is not None:

@@ -20,6 +20,7 @@ from dskernels.window_attention.arguments import (
     checked_sink,
     checked_softcap,
     checked_window,
+    is_readable,
     why_not_cpu,
 )
 from dskernels.window_attention.varlen_reference import window_attention_varlen_reference
@@ -197,7 +198,7 @@ def _prepare(
     if rope is None:
         return VarlenCall(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, sink, *options, False)
     check_rope(rope, q)
-    if _is_readable(cu_seqlens_q):
+    if is_readable(cu_seqlens_q):
         _check_positions(rope, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
     return VarlenCall(q, k, v, cu_seqlens_q, cu_seqlens_k, cos, sin, sink, *options, rope.interleaved)
@@ -219,11 +220,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise wrong_value("v", f"length and heads of k, {shape_of(k)}", f"shape {shape_of(v)}")
 
 
-def _is_readable(offsets: Tensor) -> bool:
-    # Looking at the values of a traced or a GPU tensor would wait for it; there the kernel has to see to it.
-    return offsets.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def _check_offsets(name: str, offsets: Tensor, q: Tensor, letter: str, tokens: int) -> None:
     if offsets.dtype not in (torch.int32, torch.int64):
         raise wrong_value(name, "dtype int32 or int64", offsets.dtype)
@@ -231,7 +227,7 @@ def _check_offsets(name: str, offsets: Tensor, q: Tensor, letter: str, tokens: i
         raise wrong_value(name, "shape [n + 1]", f"shape {shape_of(offsets)}")
     if offsets.device != q.device:
         raise wrong_value(name, f"the device of q, {q.device}", offsets.device)
-    if not _is_readable(offsets):
+    if not is_readable(offsets):
         return
     values = offsets.tolist()
     if values[0] != 0:

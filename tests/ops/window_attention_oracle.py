@@ -83,7 +83,7 @@ def places(x: Tensor, first: int, options: Options) -> Tensor:
 def rotated(x: Tensor, first_position: int, rope: Rope | None, options: Options | None = None) -> Tensor:
     """``x`` in float64, its pairs turned as complex numbers."""
     x = x.double()
-    if rope is None:
+    if rope is None or x.numel() == 0:
         return x
     width = x.shape[3] if rope.rotary_dim is None else rope.rotary_dim
     positions = places(x, first_position, options or Options())

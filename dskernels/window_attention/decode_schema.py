@@ -1,0 +1,66 @@
+"""The operator ``dskernels::window_attention_decode``.
+
+Definition, default (the reference), shapes for tracing, autocast rule and operation count, as in `schema`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define, empty_in_layout_of
+from dskernels.window_attention.decode_reference import window_attention_decode_reference
+from dskernels.window_attention.schema import count_seen_pairs
+
+decode_op = define(
+    "window_attention_decode",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_lengths, Tensor? cos, Tensor? sin, Tensor? sink, "
+    "SymInt? left, SymInt? right, float scale, float softcap, bool interleaved, bool keys_rotated)"
+    " -> (Tensor out, Tensor lse)",
+)
+
+LIBRARY.impl("window_attention_decode", window_attention_decode_reference, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(decode_op, lib=LIBRARY)
+def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return empty_in_layout_of(q, (*q.shape[:3], v_cache.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype)
+
+
+def _no_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    raise NotImplementedError(
+        "window_attention_decode: a cache has no gradient; window_attention over the whole sequence has, and so has "
+        'backend="reference"'
+    )
+
+
+torch.library.register_autograd(decode_op, _no_backward, lib=LIBRARY)
+
+
+def _autocast(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    # The caches keep the dtype they were stored in: casting them would read and write all of them at every step.
+    (q,) = cast_for_autocast(q)
+    with autocast_disabled(q.device.type):
+        result: tuple[Tensor, Tensor] = decode_op(q, k_cache, v_cache, *options)
+    return result
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    LIBRARY.impl("window_attention_decode", _autocast, _key)
+
+
+@register_flop_formula(torch.ops.dskernels.window_attention_decode, get_raw=True)
+def _flop(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor, *options: Any, **_: Any) -> int:
+    _cos, _sin, _sink, left, right, *_rest = options
+    # Lengths that are no numbers yet are taken to fill the cache.
+    unknown = isinstance(cache_lengths, FakeTensor) or cache_lengths.is_meta
+    pairs = 0
+    for length in [k_cache.shape[2]] * q.shape[0] if unknown else cache_lengths.tolist():
+        queries = min(q.shape[2], length)
+        pairs += count_seen_pairs(queries, length, left, right, length - queries)
+    return 2 * q.shape[1] * pairs * (q.shape[3] + v_cache.shape[3])
