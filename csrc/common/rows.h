@@ -90,6 +90,26 @@ DSKERNELS_INLINE void from_float(float x, Float16* out) {
 }
 #endif
 
+// Whether load_vector takes a type in vectors. Without F16C, halves are converted one by one, by load_row.
+template <class T>
+constexpr bool kLoadsVectors = true;
+#if !defined(__F16C__)
+template <>
+constexpr bool kLoadsVectors<Float16> = false;
+#endif
+
+DSKERNELS_INLINE VecF load_vector(const float* p) { return load(p); }
+
+DSKERNELS_INLINE VecF load_vector(const BFloat16* p) {
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+  typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+  return reinterpret_cast<VecF>(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16);
+}
+
+#if defined(__F16C__)
+DSKERNELS_INLINE VecF load_vector(const Float16* p) { return load_halves(p); }
+#endif
+
 template <class T>
 inline void load_row_as(const void* from, int64_t stride, int64_t count, float* __restrict to) {
   const T* __restrict source = static_cast<const T*>(from);

@@ -10,8 +10,10 @@
 namespace dskernels {
 namespace {
 
-// Slots that are read at a time: their keys, then their values, in fp32 in the first-level cache.
-constexpr int64_t kDecodeBlock = 64;
+// Slots that are read at a time: their keys, then their values. Few enough to stay in cache for all rows.
+constexpr int64_t kDecodeBlock = 128;
+// Values that are summed between two steps of a Prefetcher.
+constexpr int64_t kDecodeSumKeys = 8;
 constexpr int64_t kDecodeTasksWanted = 16;
 // A part shorter than this would not repay its share of the second pass.
 constexpr int64_t kDecodePartKeys = 256;
@@ -47,13 +49,29 @@ DSKERNELS_INLINE VecF sums_of_lanes(const VecF (&x)[kCount]) {
   }
 }
 
+template <int kBit, int... kLane>
+DSKERNELS_INLINE VecF swap_lanes(VecF x, LaneList<kLane...>) {
+  return __builtin_shufflevector(x, x, (kLane ^ kBit)...);
+}
+
+// combine(...) of all lanes, in every lane.
+template <int kBit = kLanes / 2, class Combine>
+DSKERNELS_INLINE VecF over_lanes(VecF x, const Combine& combine) {
+  if constexpr (kBit == 0) {
+    return x;
+  } else {
+    return over_lanes<kBit / 2>(combine(x, swap_lanes<kBit>(x, typename MakeLaneList<kLanes>::Type())), combine);
+  }
+}
+
 // scores[r][j] = <queries[r], keys[j]> for kRows rows of `dim` floats and `count` keys, in rows of kDecodeBlock.
-template <int kRows>
-DSKERNELS_NOINLINE void decode_scores(const float* queries, const float* keys, int64_t stride, int64_t dim,
-                                      int64_t count, float* scores) {
+template <int kRows, class T>
+DSKERNELS_NOINLINE void decode_scores(const float* queries, const T* keys, int64_t stride, int64_t dim, int64_t count,
+                                      float* scores, Prefetcher& prefetcher) {
   constexpr int kKeys = kLanes / kRows;
   for (int64_t j = 0; j < count; j += kKeys) {
-    const float* key[kKeys];
+    prefetcher.step();
+    const T* key[kKeys];
     // Past the end the last key is taken again; nobody looks at what comes of it.
     for (int m = 0; m < kKeys; ++m) key[m] = keys + min_of(j + m, count - 1) * stride;
     VecF sums[kLanes] = {};
@@ -63,7 +81,7 @@ DSKERNELS_NOINLINE void decode_scores(const float* queries, const float* keys, i
       for (int r = 0; r < kRows; ++r) query[r] = load(queries + r * dim + d);
       DSKERNELS_UNROLL
       for (int m = 0; m < kKeys; ++m) {
-        const VecF components = load(key[m] + d);
+        const VecF components = load_vector(key[m] + d);
         DSKERNELS_UNROLL
         for (int r = 0; r < kRows; ++r) sums[r * kKeys + m] += query[r] * components;
       }
@@ -77,16 +95,26 @@ DSKERNELS_NOINLINE void decode_scores(const float* queries, const float* keys, i
 }
 
 // out[r] = out[r] * rescale[r] + sum over j of weights[r][j] * values[j], for kVectors vectors of columns.
-template <int kRows, int kVectors>
-DSKERNELS_INLINE void decode_sum_columns(const float* weights, const float* values, int64_t stride, int64_t count,
-                                         const float* rescale, float* out, int64_t out_stride) {
+template <int kRows, int kVectors, class T>
+DSKERNELS_INLINE void decode_sum_columns(const float* weights, const T* values, int64_t stride, int64_t count,
+                                         const float* rescale, float* out, int64_t out_stride, Prefetcher& prefetcher) {
   VecF sums[kRows][kVectors];
   DSKERNELS_UNROLL
   for (int r = 0; r < kRows; ++r) {
     DSKERNELS_UNROLL
     for (int n = 0; n < kVectors; ++n) sums[r][n] = rescale[r] * load(out + r * out_stride + n * kLanes);
   }
-  multiply_accumulate(sums, TileOperand<kDecodeBlock, 1>{weights}, values, stride, 0, count);
+  for (int64_t j = 0; j < count; ++j) {
+    if (j % kDecodeSumKeys == 0) prefetcher.step();
+    VecF columns[kVectors];
+    DSKERNELS_UNROLL
+    for (int n = 0; n < kVectors; ++n) columns[n] = load_vector(values + j * stride + n * kLanes);
+    DSKERNELS_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      DSKERNELS_UNROLL
+      for (int n = 0; n < kVectors; ++n) sums[r][n] += weights[r * kDecodeBlock + j] * columns[n];
+    }
+  }
   DSKERNELS_UNROLL
   for (int r = 0; r < kRows; ++r) {
     DSKERNELS_UNROLL
@@ -94,16 +122,16 @@ DSKERNELS_INLINE void decode_sum_columns(const float* weights, const float* valu
   }
 }
 
-template <int kRows>
-DSKERNELS_NOINLINE void decode_sum(const float* weights, const float* values, int64_t stride, int64_t dim,
-                                   int64_t count, const float* rescale, float* out, int64_t out_stride) {
+template <int kRows, class T>
+DSKERNELS_NOINLINE void decode_sum(const float* weights, const T* values, int64_t stride, int64_t dim, int64_t count,
+                                   const float* rescale, float* out, int64_t out_stride, Prefetcher& prefetcher) {
   constexpr int kAccumulators = kWide ? 16 : 8, kVectors = kAccumulators / kRows < 8 ? kAccumulators / kRows : 8;
   int64_t d = 0;
   for (; d + kVectors * kLanes <= dim; d += kVectors * kLanes) {
-    decode_sum_columns<kRows, kVectors>(weights, values + d, stride, count, rescale, out + d, out_stride);
+    decode_sum_columns<kRows, kVectors>(weights, values + d, stride, count, rescale, out + d, out_stride, prefetcher);
   }
   for (; d < dim; d += kLanes) {
-    decode_sum_columns<kRows, 1>(weights, values + d, stride, count, rescale, out + d, out_stride);
+    decode_sum_columns<kRows, 1>(weights, values + d, stride, count, rescale, out + d, out_stride, prefetcher);
   }
 }
 
@@ -138,6 +166,9 @@ struct DecodeShape {
     parts = min_of((kDecodeTasksWanted + heads - 1) / heads, max_of(keys / kDecodePartKeys, int64_t{1}));
   }
 
+  // Steps of decode_scores over `keys` keys for the first group of rows.
+  int64_t score_steps(int64_t keys) const { return keys * (group >= 4 ? 4 : group >= 2 ? 2 : 1) / kLanes; }
+
   int64_t row_floats() const { return kLanes + value_floats; }
 
   DecodeRow row(float* partial, int64_t head, int64_t part, int64_t r) const {
@@ -156,30 +187,23 @@ struct DecodeScratch {
   }
 };
 
-struct FloatRows {
-  const float* data;
-  int64_t stride;
-};
-
-// `count` rows of a cache from `position` on, which do not pass the last slot: where they lie if they are fp32 in whole
-// vectors, else brought into `scratch`.
-inline FloatRows cache_rows(const WindowAttentionArgs& args, const View4& view, int64_t dim, bool rotated, int64_t b,
-                            int64_t h, int64_t position, int64_t count, float* scratch) {
+// Calls f(rows, stride) with `count` rows of a cache from `position` on, which do not pass the last slot: where they
+// lie and as what they are if they are dense and of whole vectors, else brought into `scratch` as fp32.
+template <class F>
+inline void with_cache_rows(const WindowAttentionArgs& args, const View4& view, int64_t dim, bool rotated, int64_t b,
+                            int64_t h, int64_t position, int64_t count, float* scratch, const F& f) {
   const int64_t slot = position % args.len_k, stride = round_up(dim, kLanes);
-  if (view.element == Element::kFloat32 && view.stride[3] == 1 && dim == stride && !rotated) {
-    return {reinterpret_cast<const float*>(row_address(view, b, h, slot)), view.stride[2]};
+  const void* in_place = row_address(view, b, h, slot);
+  const bool dense = view.stride[3] == 1 && dim == stride && !rotated;
+  if (dense && view.element == Element::kFloat32) return f(static_cast<const float*>(in_place), view.stride[2]);
+  if (dense && view.element == Element::kBFloat16) return f(static_cast<const BFloat16*>(in_place), view.stride[2]);
+  if constexpr (kLoadsVectors<Float16>) {
+    if (dense && view.element == Element::kFloat16) return f(static_cast<const Float16*>(in_place), view.stride[2]);
   }
   for (int64_t j = 0; j < count; ++j) {
     load_rotated(args, view, dim, b, h, slot + j, rotated ? position + j : -1, scratch + j * stride);
   }
-  return {scratch, stride};
-}
-
-inline float lanes_maximum(VecF x) {
-  float result = x[0];
-  // Not max_of: a NaN has to stay.
-  for (int i = 1; i < kLanes; ++i) result = x[i] <= result ? result : x[i];
-  return result;
+  f(static_cast<const float*>(scratch), stride);
 }
 
 // Turns `count` scores of a row into weights and brings its maximum and sum up to date. Returns the factor for what
@@ -192,19 +216,18 @@ inline float decode_softmax(float* scores, int64_t count, float cap, const Decod
   for (int64_t j = count; j < end; ++j) scores[j] = -kInfinity;
   VecF maxima = broadcast(row.maximum()), sums{};
   for (int64_t j = 0; j < end; j += kLanes) maxima = vmax(maxima, load(scores + j));
-  const float maximum = lanes_maximum(maxima);
+  // vmax keeps a NaN of its second operand only.
+  const VecF maximum = over_lanes(maxima, [](VecF a, VecF b) { return a != a ? a : vmax(a, b); });
   // Where all scores are -inf, subtracting 0 instead keeps -inf - -inf = NaN out.
-  const VecF subtracted = broadcast(maximum == -kInfinity ? 0.0f : maximum);
+  const VecF subtracted = maximum == broadcast(-kInfinity) ? VecF{} : maximum;
   for (int64_t j = 0; j < end; j += kLanes) {
     const VecF weight = exp2_nonpositive(load(scores + j) - subtracted);
     store(scores + j, weight);
     sums += weight;
   }
   const float rescale = exp2_nonpositive(broadcast(row.maximum()) - subtracted)[0];
-  float sum = 0.0f;
-  for (int i = 0; i < kLanes; ++i) sum += sums[i];
-  row.maximum() = maximum;
-  row.sum() = row.sum() * rescale + sum;
+  row.maximum() = maximum[0];
+  row.sum() = row.sum() * rescale + over_lanes(sums, [](VecF a, VecF b) { return a + b; })[0];
   return rescale;
 }
 
@@ -231,6 +254,12 @@ struct DecodeHead {
     return first_query + i < 0 ? int64_t{0} : min_of(first_query + i + args.right + 1, length);
   }
 
+  void prefetch(const View4& view, int64_t dim, int64_t begin, int64_t end, int64_t steps,
+                Prefetcher& prefetcher) const {
+    const int64_t slot = begin % args.len_k;
+    prefetcher.add(view, dim, b, h, slot, slot + end - begin, max_of(steps, int64_t{1}), false);
+  }
+
   void load_queries(float* to) const {
     for (int64_t r = 0; r < shape.rows; ++r) {
       const int64_t i = r / shape.group, position = first_query + i;
@@ -240,8 +269,8 @@ struct DecodeHead {
     }
   }
 
-  // Adds the positions [begin, end), which lie in consecutive slots, to a part's rows.
-  void add_block(int64_t part, int64_t begin, int64_t end, const DecodeScratch& scratch) const {
+  // Adds the positions [begin, end), which lie in consecutive slots, to a part's rows; [end, next_end) will follow.
+  void add_block(int64_t part, int64_t begin, int64_t end, int64_t next_end, const DecodeScratch& scratch) const {
     const auto each_query = [&](const auto& f) __attribute__((always_inline)) {
       for (int64_t i = 0; i < args.len_q; ++i) {
         const int64_t first = max_of(low(i), begin), last = min_of(high(i), end);
@@ -249,25 +278,33 @@ struct DecodeHead {
       }
     };
     const bool rotated = !decode.keys_rotated && args.rotary_dim > 0;
-    const FloatRows keys = cache_rows(args, args.k, args.dim_qk, rotated, b, h, begin, end - begin, scratch.block);
-    each_query([&](int64_t row, int64_t offset, int64_t count) {
-      for_row_groups(shape.group, [&]<int kRows>(int64_t r) {
-        decode_scores<kRows>(scratch.queries + (row + r) * shape.key_floats, keys.data + offset * keys.stride,
-                             keys.stride, shape.key_floats, count, scratch.scores + (row + r) * kDecodeBlock);
+    Prefetcher next_values, next_keys;
+    prefetch(args.v, args.dim_v, begin, end, shape.score_steps(end - begin), next_values);
+    prefetch(args.k, args.dim_qk, end, next_end, (end - begin) / kDecodeSumKeys, next_keys);
+    const auto add_scores = [&](const auto* keys, int64_t stride) {
+      each_query([&](int64_t row, int64_t offset, int64_t count) {
+        for_row_groups(shape.group, [&]<int kRows>(int64_t r) {
+          decode_scores<kRows>(scratch.queries + (row + r) * shape.key_floats, keys + offset * stride, stride,
+                               shape.key_floats, count, scratch.scores + (row + r) * kDecodeBlock, next_values);
+        });
+        for (int64_t r = row; r < row + shape.group; ++r) {
+          scratch.rescale[r] = decode_softmax(scratch.scores + r * kDecodeBlock, count, args.softcap * kLog2E,
+                                              shape.row(decode.partial, head, part, r));
+        }
       });
-      for (int64_t r = row; r < row + shape.group; ++r) {
-        scratch.rescale[r] = decode_softmax(scratch.scores + r * kDecodeBlock, count, args.softcap * kLog2E,
-                                            shape.row(decode.partial, head, part, r));
-      }
-    });
-    const FloatRows values = cache_rows(args, args.v, args.dim_v, false, b, h, begin, end - begin, scratch.block);
-    each_query([&](int64_t row, int64_t offset, int64_t count) {
-      for_row_groups(shape.group, [&]<int kRows>(int64_t r) {
-        decode_sum<kRows>(scratch.scores + (row + r) * kDecodeBlock, values.data + offset * values.stride,
-                          values.stride, shape.value_floats, count, scratch.rescale + row + r,
-                          shape.row(decode.partial, head, part, row + r).out(), shape.row_floats());
+    };
+    const auto add_values = [&](const auto* values, int64_t stride) {
+      each_query([&](int64_t row, int64_t offset, int64_t count) {
+        for_row_groups(shape.group, [&]<int kRows>(int64_t r) {
+          decode_sum<kRows>(scratch.scores + (row + r) * kDecodeBlock, values + offset * stride, stride,
+                            shape.value_floats, count, scratch.rescale + row + r,
+                            shape.row(decode.partial, head, part, row + r).out(), shape.row_floats(), next_keys);
+        });
       });
-    });
+    };
+    const int64_t count = end - begin;
+    with_cache_rows(args, args.k, args.dim_qk, rotated, b, h, begin, count, scratch.block, add_scores);
+    with_cache_rows(args, args.v, args.dim_v, false, b, h, begin, count, scratch.block, add_values);
   }
 };
 
@@ -297,10 +334,13 @@ inline void run_decode(const WindowAttentionDecodeArgs& decode, int64_t task, vo
   const int64_t end = min_of(first + (part + 1) * part_keys, last), slots = decode.forward.len_k;
   if (first + part * part_keys >= end) return;
   head.load_queries(scratch.queries);
-  for (int64_t begin = first + part * part_keys; begin < end;) {
-    const int64_t stop = min_of(end, min_of(begin + kDecodeBlock, begin - begin % slots + slots));
-    head.add_block(part, begin, stop, scratch);
-    begin = stop;
+  // A block ends where the slots wrap.
+  const auto block_end = [&](int64_t begin) {
+    return min_of(end, min_of(begin + kDecodeBlock, begin - begin % slots + slots));
+  };
+  for (int64_t begin = first + part * part_keys; begin < end; begin = block_end(begin)) {
+    const int64_t stop = block_end(begin);
+    head.add_block(part, begin, stop, stop < end ? block_end(stop) : end, scratch);
   }
 }
 
