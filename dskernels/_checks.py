@@ -31,6 +31,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
+def is_readable(values: torch.Tensor) -> bool:
+    """Whether a check may look at values: of a traced or a GPU tensor it would have to wait for them."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def shape_of(tensor: torch.Tensor) -> str:
     """The shape as it is written in messages: ``[2, 8, 128, 64]``."""
     return str(list(tensor.shape))

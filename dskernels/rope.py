@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._checks import is_integer, is_number, wrong_type, wrong_value
+from dskernels._checks import is_integer, is_number, is_readable, shape_of, wrong_type, wrong_value
 from dskernels._rope_scaling import Rope, check_scaling, stretched
 
 
@@ -35,9 +35,65 @@ class RopeTable(NamedTuple):
         """How many positions the table holds."""
         return self.cos.shape[0]
 
+    def rotate(self, x: Tensor, positions: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Tokens rotated at their positions, in float32, as the ops do it inside; for keys that a cache keeps rotated.
+
+        Pair ``(a, b)`` at position ``p`` becomes ``(a * cos[p] - b * sin[p], b * cos[p] + a * sin[p])``; components
+        past ``rotary_dim`` pass unchanged. Differentiable in ``x``.
+
+        Args:
+            x: shape ``[B, H, N, D]``, floating point.
+            positions: int64, shape ``[N]`` or ``[B, N]``.
+            dtype: of the result. Default: that of ``x``.
+
+        Returns:
+            Shape of ``x``.
+
+        Raises:
+            TypeError: an argument is no tensor.
+            ValueError: shapes, dtypes or devices do not fit each other.
+            IndexError: a position is outside the table.
+        """
+        for name, tensor in (("x", x), ("positions", positions)):
+            if not isinstance(tensor, Tensor):
+                raise wrong_type(name, "a tensor", tensor)
+        if x.dim() != 4 or not x.is_floating_point() or x.shape[3] < self.rotary_dim:
+            expected = f"floating point [B, H, N, D] with D at least rotary_dim = {self.rotary_dim}"
+            raise wrong_value("x", expected, f"shape {shape_of(x)}, {x.dtype}")
+        if positions.dtype != torch.int64 or positions.shape not in (x.shape[2:3], (x.shape[0], x.shape[2])):
+            expected = f"int64, shape [N] or [B, N] = [{x.shape[0]}, {x.shape[2]}]"
+            raise wrong_value("positions", expected, f"shape {shape_of(positions)}, {positions.dtype}")
+        if not x.device == positions.device == self.cos.device:
+            raise wrong_value("x, positions", f"the device of the table, {self.cos.device}", x.device)
+        check_in_table(positions, self)
+        rows = positions.expand(x.shape[0], x.shape[2])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (table[rows][:, None].to(wide) for table in (self.cos, self.sin))
+        return rotate(x.to(wide), cos, sin, self.interleaved).to(x.dtype if dtype is None else dtype)
+
     def to(self, device: torch.device | str | int) -> RopeTable:
         """The same table on another device. Always float32: half precision cannot tell late positions apart."""
         return RopeTable(self.cos.to(device), self.sin.to(device), self.interleaved)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the pairs of the first ``2 * cos.shape[-1]`` components; with ``-sin`` it rotates them back."""
+    rotary_dim = 2 * cos.shape[-1]
+    rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
+    a, b = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, -1)
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    rotary = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    return torch.cat((rotary, tail), -1)
+
+
+def check_in_table(positions: Tensor, rope: RopeTable) -> None:
+    """Whether the table holds all positions, where they can be looked at; elsewhere the kernels have to see to it."""
+    if not is_readable(positions) or positions.numel() == 0:
+        return
+    low, high = (int(x) for x in positions.aminmax())
+    if low < 0 or high >= rope.max_positions:
+        found = low if low < 0 else high
+        raise IndexError(f"positions: position {found} is outside the table of {rope.max_positions} positions")
 
 
 def rope_table(

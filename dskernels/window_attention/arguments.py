@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dskernels._checks import is_integer, is_number, shape_of, wrong_type, wrong_value
 from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
-from dskernels.rope import RopeTable
+from dskernels.rope import RopeTable, check_in_table
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # No distance between two positions comes near it, so a bound beyond it says the same, and sums of two fit in int64.
@@ -245,18 +245,8 @@ def _checked_positions(positions: Tensor, rope: RopeTable, q: Tensor, k: Tensor,
         raise wrong_value("positions", f"shape [Nk] or [B, Nk] = [{batch}, {keys}]", f"shape {shape_of(positions)}")
     if offset < 0 or offset + q.shape[2] > keys:
         raise wrong_value("positions", f"queries that stand at keys 0 to {keys - 1}", f"query_offset {offset}")
-    # Where they are not, the kernel has to see to it.
-    if is_readable(positions) and positions.numel() > 0:
-        low, high = (int(x) for x in positions.aminmax())
-        if low < 0 or high >= rope.max_positions:
-            found = low if low < 0 else high
-            raise IndexError(f"positions: position {found} is outside the table of {rope.max_positions} positions")
+    check_in_table(positions, rope)
     return positions.expand(batch, keys).contiguous()
-
-
-def is_readable(values: Tensor) -> bool:
-    """Whether a check may look at values: of a traced or a GPU tensor it would have to wait for them."""
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def why_not_cpu(operator: str, q: Tensor, v: Tensor) -> str | None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dskernels._checks import wrong_value
+from dskernels._checks import is_readable, wrong_value
 from dskernels._library import autocast_disabled, to_layout_of
-from dskernels.window_attention.arguments import is_readable
+from dskernels.rope import rotate
 from dskernels.window_attention.reference import (
     Operands,
     Visibility,
     compute_dtype,
     group_heads,
     masked_softmax,
-    rotate,
 )
 
 

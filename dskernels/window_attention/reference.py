@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dskernels._library import autocast_disabled, to_layout_of
+from dskernels.rope import rotate
 
 
 class Visibility(NamedTuple):
@@ -38,16 +39,6 @@ def visibility(
     if right is not None:
         pair_NM = pair_NM & (distance_NM <= right)
     return Visibility(pair_NM, pair_NM.any(1)[:, None], pair_NM.any(0)[:, None])
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the pairs of the first ``2 * cos.shape[-1]`` components; with ``-sin`` it rotates them back."""
-    rotary_dim = 2 * cos.shape[-1]
-    rotary, tail = x[..., :rotary_dim], x[..., rotary_dim:]
-    a, b = (rotary[..., 0::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, -1)
-    rotated = (a * cos - b * sin, b * cos + a * sin)
-    rotary = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
-    return torch.cat((rotary, tail), -1)
 
 
 class Operands(NamedTuple):

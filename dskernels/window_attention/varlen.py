@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from dskernels._checks import shape_of, wrong_type, wrong_value
+from dskernels._checks import is_readable, shape_of, wrong_type, wrong_value
 from dskernels._library import cast_for_autocast, why_no_kernel
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table
@@ -20,7 +20,6 @@ from dskernels.window_attention.arguments import (
     checked_sink,
     checked_softcap,
     checked_window,
-    is_readable,
     why_not_cpu,
 )
 from dskernels.window_attention.varlen_reference import window_attention_varlen_reference

@@ -2,7 +2,16 @@
 
 from dsaccel.modules.attention import WindowAttention
 from dsaccel.modules.block import GeluMLP, SwiGLU, TransformerBlock
+from dsaccel.modules.cache import WindowCache
 from dsaccel.modules.language_model import SlidingWindowLM
 from dsaccel.modules.rotary import RotaryEmbedding
 
-__all__ = ["GeluMLP", "RotaryEmbedding", "SlidingWindowLM", "SwiGLU", "TransformerBlock", "WindowAttention"]
+__all__ = [
+    "GeluMLP",
+    "RotaryEmbedding",
+    "SlidingWindowLM",
+    "SwiGLU",
+    "TransformerBlock",
+    "WindowAttention",
+    "WindowCache",
+]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
+from dsaccel.modules.cache import WindowCache
 from dsaccel.modules.rotary import RotaryEmbedding
 from dskernels import window_attention
 
@@ -76,11 +78,13 @@ class WindowAttention(nn.Module):
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: WindowCache | None = None) -> Tensor:
         """Mixes the tokens.
 
         Args:
             x: shape ``[B, N, C]``, in the dtype of the weights.
+            cache: of `new_cache`: the tokens before ``x``, which ``x`` is appended to. A first call may bring any
+                number of tokens, the later ones up to its ``new_tokens``. Default: ``x`` is all there is.
 
         Returns:
             Shape ``[B, N, C]``, dtype of ``x``.
@@ -93,8 +97,40 @@ class WindowAttention(nn.Module):
             raise ValueError(f"x: expected shape [B, N, {self.dim}], got {list(x.shape)}")
         heads = self.qkv(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        out: Tensor = self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        if cache is None:
+            attended = self.attend(q, k, v)
+        else:
+            starts = cache.is_empty
+            cache.append(k, v)
+            attended = self.attend(q, k, v) if starts else cache.attend(q)
+        out: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
         return out
+
+    def new_cache(
+        self, batch: int, *, max_tokens: int | None = None, new_tokens: int = 1, dtype: torch.dtype | None = None
+    ) -> WindowCache:
+        """A cache for ``batch`` sequences, on the device of the weights, for `forward`.
+
+        Args:
+            batch: number of sequences.
+            max_tokens, new_tokens: as in `WindowCache`.
+            dtype: of what is stored. Default: that of the weights.
+
+        Raises:
+            ValueError: the window is not causal, or neither it nor ``max_tokens`` bounds the cache.
+        """
+        weight = self.qkv.weight
+        return WindowCache(
+            batch,
+            self.num_kv_heads,
+            self.head_dim,
+            window=self.window,
+            max_tokens=max_tokens,
+            new_tokens=new_tokens,
+            rope=None if self.rope is None else self.rope(),
+            dtype=weight.dtype if dtype is None else dtype,
+            device=weight.device,
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention itself, for subclasses to replace.

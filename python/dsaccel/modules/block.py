@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsaccel.modules.attention import WindowAttention
+from dsaccel.modules.cache import WindowCache
 from dsaccel.modules.rotary import RotaryEmbedding
 
 
@@ -113,8 +114,8 @@ class TransformerBlock(nn.Module):
         self.norm2 = nn.RMSNorm(dim, eps=eps)
         self.mlp: nn.Module = MLPS[mlp](dim, hidden_dim, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps ``[B, N, C]`` to ``[B, N, C]``."""
-        x = x + self.attn(self.norm1(x))
+    def forward(self, x: Tensor, cache: WindowCache | None = None) -> Tensor:
+        """Maps ``[B, N, C]`` to ``[B, N, C]``; ``cache`` as in `WindowAttention`."""
+        x = x + self.attn(self.norm1(x), cache)
         out: Tensor = x + self.mlp(self.norm2(x))
         return out

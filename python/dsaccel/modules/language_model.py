@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dsaccel.modules.block import TransformerBlock
+from dsaccel.modules.cache import WindowCache
 from dsaccel.modules.rotary import RotaryEmbedding
 
 
@@ -78,11 +82,13 @@ class SlidingWindowLM(nn.Module):
         """How many of the last tokens the next one depends on: the token itself and what the windows reach."""
         return len(self.blocks) * (self.window - 1) + 1
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, caches: Sequence[WindowCache] | None = None) -> Tensor:
         """The scores of every next token.
 
         Args:
             tokens: shape ``[B, N]``, int64 or int32, in ``[0, V)``.
+            caches: of `new_caches`: what came before ``tokens``, to which they are appended. A first call may bring any
+                number of tokens, the later ones up to the caches' ``new_tokens``. Default: nothing came before.
 
         Returns:
             Logits, shape ``[B, N, V]``, in the dtype of the weights; row ``n`` depends on ``tokens[:, :n + 1]``.
@@ -91,9 +97,14 @@ class SlidingWindowLM(nn.Module):
             IndexError: ``N`` exceeds ``max_positions``, or a token is outside the vocabulary.
         """
         x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for block, cache in zip(self.blocks, caches or len(self.blocks) * (None,), strict=True):
+            x = block(x, cache)
         return F.linear(self.norm(x), self.embed.weight)
+
+    def new_caches(self, batch: int, *, new_tokens: int = 1, dtype: torch.dtype | None = None) -> list[WindowCache]:
+        """A cache for each layer, for ``batch`` sequences; arguments as in `WindowAttention.new_cache`."""
+        attentions = (cast(TransformerBlock, block).attn for block in self.blocks)
+        return [attention.new_cache(batch, new_tokens=new_tokens, dtype=dtype) for attention in attentions]
 
     @torch.no_grad()
     def generate(
@@ -101,8 +112,9 @@ class SlidingWindowLM(nn.Module):
     ) -> Tensor:
         """Continues sequences, token by token, each drawn from ``softmax(logits / temperature)``.
 
-        Each step computes the last tokens anew, as many as matter to the next one; rotary positions are relative, so
-        it does not matter that they are counted from the first of these.
+        Each step computes one token, from caches of the windows. Beyond ``max_positions``, where the table of rotary
+        positions ends, the caches are filled anew with the last tokens, as many as matter to the next one: rotary
+        positions are relative, so it does not matter that they are counted from the first of these.
 
         Args:
             tokens: shape ``[B, N]``, int64, ``N`` at least 1.
@@ -120,12 +132,16 @@ class SlidingWindowLM(nn.Module):
             raise ValueError(f"temperature: expected a number not below 0, got {temperature}")
         if tokens.dim() != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens: expected shape [B, N] with N at least 1, got {list(tokens.shape)}")
-        context = min(self.reach, self.max_positions)
+        context, steps_left = min(self.reach, self.max_positions), 0
         for _ in range(count):
-            logits = self(tokens[:, -context:])[:, -1].float()
+            if steps_left == 0:
+                caches, new = self.new_caches(tokens.shape[0]), tokens[:, -context:]
+                steps_left = self.max_positions - new.shape[1] + 1
+            steps_left -= 1
+            logits = self(new, caches)[:, -1].float()
             if temperature == 0:
                 following = logits.argmax(-1, keepdim=True)
             else:
                 following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            tokens = torch.cat((tokens, following), 1)
+            tokens, new = torch.cat((tokens, following), 1), following
         return tokens
