@@ -34,6 +34,9 @@ class Problem(Protocol):
         """The results by the reference, computed in ``dtype`` from the inputs as they are."""
 
 
+Results = Sequence[Tensor]
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A competitor ready to be timed.
@@ -41,10 +44,13 @@ class Prepared:
     Attributes:
         run: does the work once and returns the results, in the order of ``Problem.result_names``.
         notes: what a reader of the results should know, such as the block size that a peer chose.
+        comparable: brings what ``run`` returned into the form of ``Problem.expected``, outside the timing. Default: it
+            has that form.
     """
 
-    run: Callable[[], Sequence[Tensor]]
+    run: Callable[[], Results]
     notes: Mapping[str, Any] = field(default_factory=dict)
+    comparable: Callable[[Results], Results] = lambda results: results
 
 
 @dataclass(frozen=True, kw_only=True)

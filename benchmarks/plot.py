@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.case import OURS
-from benchmarks.ceilings import SGEMM
+from benchmarks.ceilings import COPY, SGEMM
 from benchmarks.results import Record
 from benchmarks.summary import CaseResult, LaneResult, duration, ratio_text, summarize
 
@@ -97,17 +97,23 @@ def _bar_label(case: CaseResult, lane: LaneResult) -> tuple[str, bool]:
         parts.append(ratio_text(lane.ratio, interval=False))
         checks = [check for check in case.checks if check.name == lane.record.name]
     else:
-        if case.operations_per_second is not None:
-            parts.append(f"{case.operations_per_second / 1e9:.0f} GFLOP/s")
-        parts += [
-            f"{ratio_text(share, percent=True, interval=False)} of {name}"
-            for name, share in case.shares.items()
-            if name == SGEMM
-        ]
+        parts += _rates(case)
         checks = [check for check in case.checks if check.name in case.shares]
     missed = [check for check in checks if check.met is False]
     parts += [f"(MISSED: {check.what})" for check in missed]
     return "   ".join(parts), bool(missed)
+
+
+def _rates(case: CaseResult) -> list[str]:
+    """Our rate, in the unit of the ceiling that it is nearest to, and the share of that ceiling."""
+    nearest = max(case.shares, key=lambda kind: case.shares[kind].value, default=SGEMM)
+    per_second, unit = case.operations_per_second, "GFLOP/s"
+    if nearest == COPY:
+        per_second, unit = case.bytes_per_second, "GB/s"
+    parts = [] if per_second is None else [f"{per_second / 1e9:.0f} {unit}"]
+    if nearest in case.shares:
+        parts.append(f"{ratio_text(case.shares[nearest], percent=True, interval=False)} of {nearest}")
+    return parts
 
 
 def _finish_bars(

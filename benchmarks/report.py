@@ -44,13 +44,18 @@ def markdown(records: Sequence[Record], brief: bool = False) -> str:
     return "\n\n".join(parts)
 
 
+def has_place(text: str, op: str) -> bool:
+    """Whether ``text`` has a marker for the tables of ``op``."""
+    return _begin(op) in text
+
+
 def insert(text: str, op: str, table: str) -> str:
     """``text`` with what stands between the markers of ``op`` replaced.
 
     Raises:
         ValueError: the markers are not there exactly once, in order.
     """
-    begin, end = f"<!-- benchmarks:{op} -->", "<!-- /benchmarks -->"
+    begin, end = _begin(op), "<!-- /benchmarks -->"
     if text.count(begin) != 1 or end not in text.split(begin)[1]:
         raise ValueError(f"expected one {begin} with an {end} after it")
     before, rest = text.split(begin)
@@ -85,6 +90,10 @@ def refresh(paths: Sequence[Path], readme: Path | None, picture: Path, brief: bo
     link = os.path.relpath(picture, readme.parent).replace(os.sep, "/")
     readme.write_text(insert(readme.read_text(), op, f"![{op}: times and growth]({link})\n\n{tables}"))
     print(f"table: {readme}")
+
+
+def _begin(op: str) -> str:
+    return f"<!-- benchmarks:{op} -->"
 
 
 def _table_against_peers(results: list[CaseResult]) -> str:

@@ -71,7 +71,10 @@ def _run_op(op: str, cases: list[Case], options: argparse.Namespace, about: dict
     if path is not None:
         print(f"\nresults: {path}")
     if options.report and path is not None:
-        report.refresh([path], _ROOT / "README.md", _RESULTS / f"{op}.png")
+        readme = _ROOT / "README.md"
+        # Not every operator has a place there; the tables of the others are printed.
+        place = readme if report.has_place(readme.read_text(), op) else None
+        report.refresh([path], place, _RESULTS / f"{op}.png")
     return wrong
 
 
@@ -90,7 +93,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     length.add_argument("--seconds", type=float, default=_SECONDS, help="time a case; default: %(default)s")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the harness; stored only with --out")
-    parser.add_argument("--report", action="store_true", help="then refresh README.md's table and the picture")
+    parser.add_argument("--report", action="store_true", help="then refresh README.md's table, if any, and the picture")
     options = parser.parse_args(arguments)
     options.ops = options.ops or op_names()
     if options.quick and options.repeats is None:
@@ -177,7 +180,7 @@ def _prepared(lane: Lane, inputs: Any, expected: Expected, record: Record, wante
     if reason is None:
         try:
             prepared = lane.competitor.prepare(lane.problem, inputs)
-            results = prepared.run()
+            results = prepared.comparable(prepared.run())
         except Exception as error:
             # A peer that cannot run here is a line in the report. We must run, or say in full why not.
             if ours:

@@ -24,13 +24,30 @@ _CHUNK = 256
 
 
 class Inputs(NamedTuple):
-    """Contiguous ``[B, H, N, D]`` tensors and the table of rotations; ``grad_out`` only where it is needed."""
+    """Contiguous tensors, ``[B, H, N, D]`` or packed ``[T, H, D]``, and the table; ``grad_out`` where it is needed."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     rope: dk.RopeTable
     grad_out: Tensor | None
+
+    def step(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], list[Tensor]]:
+        """The work that is timed, given a function of q, k and v: without autograd, or with its gradients."""
+        if self.grad_out is None:
+
+            def forward() -> list[Tensor]:
+                with torch.inference_mode():
+                    return [attend(self.q, self.k, self.v)]
+
+            return forward
+        leaves = [tensor.detach().requires_grad_() for tensor in self[:3]]
+
+        def forward_and_backward() -> list[Tensor]:
+            out = attend(*leaves)
+            return [out.detach(), *torch.autograd.grad(out, leaves, self.grad_out)]
+
+        return forward_and_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +110,6 @@ class WindowProblem:
         q, k, v = tensor(self.heads), tensor(self.key_heads), tensor(self.key_heads)
         return Inputs(q, k, v, dk.rope_table(self.head_dim, self.length), tensor(self.heads) if self.backward else None)
 
-    def step(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> Callable[[], list[Tensor]]:
-        """The work that is timed, given a function of q, k and v: without autograd, or with its gradients."""
-        if not self.backward:
-
-            def forward() -> list[Tensor]:
-                with torch.inference_mode():
-                    return [attend(inputs.q, inputs.k, inputs.v)]
-
-            return forward
-        leaves = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
-
-        def forward_and_backward() -> list[Tensor]:
-            out = attend(*leaves)
-            return [out.detach(), *torch.autograd.grad(out, leaves, inputs.grad_out)]
-
-        return forward_and_backward
-
     def expected(self, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
         """Results of the reference, by chunks of queries with the keys, and the rows of the tables, they can see."""
         q, k, v = (tensor.to(dtype) for tensor in inputs[:3])
@@ -139,7 +139,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _prepare_ours(problem: WindowProblem, inputs: Inputs) -> Prepared:
     options: dict[str, Any] = {"window": problem.window, "rope": inputs.rope}
     explanation = dk.explain(dk.window_attention, *inputs[:3], **options)
-    run = problem.step(lambda q, k, v: _attend(q, k, v, **options), inputs)
+    run = inputs.step(lambda q, k, v: _attend(q, k, v, **options))
     return Prepared(run, {"backend": explanation.chosen, "tier": dk.build_info()["cpu_tier"]})
 
 

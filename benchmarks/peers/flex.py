@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,13 +11,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.case import Competitor, Prepared
 from benchmarks.peers._rope import rotation
+from benchmarks.peers._trials import fastest
 
 if TYPE_CHECKING:
     from benchmarks.ops.window_attention import Inputs, WindowProblem
 
 # Which one is fastest depends on the window, the dtype and the vector width, so each case tries them.
 _BLOCK_SIZES = (32, 64, 128)
-_TRIALS = 3
 
 _Run = Callable[[], Sequence[Tensor]]
 
@@ -33,8 +32,7 @@ def _prepare(problem: WindowProblem, inputs: Inputs) -> Prepared:
     # A block wider than the window is mostly masked.
     sizes = [size for size in _BLOCK_SIZES if size <= problem.seen] or [_BLOCK_SIZES[0]]
     runs = {size: _compiled(problem, inputs, size) for size in sizes}
-    seconds = {size: _fastest(run) for size, run in runs.items()}
-    best = min(seconds, key=seconds.__getitem__)
+    best = fastest(runs)
     return Prepared(runs[best], {"block_size": best, "block_sizes_tried": sizes})
 
 
@@ -52,17 +50,7 @@ def _compiled(problem: WindowProblem, inputs: Inputs, block_size: int) -> _Run:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flex_attention(rotate(q), rotate(k), v, block_mask=block_mask, enable_gqa=grouped)
 
-    return problem.step(attend, inputs)
-
-
-def _fastest(run: _Run) -> float:
-    run()
-    seconds = []
-    for _ in range(_TRIALS):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return inputs.step(attend)
 
 
 COMPETITORS = {

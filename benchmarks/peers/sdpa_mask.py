@@ -25,7 +25,7 @@ def _prepare(problem: WindowProblem, inputs: Inputs) -> Prepared:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(rotate(q), rotate(k), v, attn_mask=mask, enable_gqa=grouped)
 
-    return Prepared(problem.step(attend, inputs), {"mask": "boolean, dense"})
+    return Prepared(inputs.step(attend), {"mask": "boolean, dense"})
 
 
 COMPETITORS = {

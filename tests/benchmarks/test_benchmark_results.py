@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from benchmarks import run
 from benchmarks.report import insert, main, markdown
 from benchmarks.results import CEILING, SKIPPED, Record, new_path, read, write
 from benchmarks.summary import summarize
@@ -172,3 +173,32 @@ def test_report_writes_readme_and_picture(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([str(results), "--readme", str(tmp_path / "absent.md")]) == 1
     assert "absent.md" in capsys.readouterr().err
+
+
+def test_tables_without_a_place_in_the_readme_are_printed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "_ROOT", tmp_path)
+    monkeypatch.setattr(run, "_RESULTS", tmp_path)
+    monkeypatch.setattr(run, "run_case", lambda *_: _against_peers(flex=6.0))
+    readme = tmp_path / "README.md"
+    readme.write_text("# title\n")
+    assert run.main(["window_attention", "--case", "forward-fp32", "--report"]) == 0
+    assert readme.read_text() == "# title\n"
+    assert "| forward, fp32 | **20.0 ms** |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "operations", "label"),
+    [
+        (0.02, 2 * 10**9, "20.0 ms   100 GFLOP/s   50.0 % of sgemm"),
+        (0.002, 10**6, "2.00 ms   5 GB/s   50.0 % of copy"),
+    ],
+    ids=["arithmetic", "memory"],
+)
+def test_bars_name_the_nearest_ceiling(seconds, operations, label):
+    pytest.importorskip("matplotlib")
+    from benchmarks.plot import _bar_label
+
+    records = _against_peers()
+    records[0] = _record("dskernels", seconds, operations=operations)
+    (case,) = summarize(records)
+    assert _bar_label(case, case.lanes[0]) == (label, False)
