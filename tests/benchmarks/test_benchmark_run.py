@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 import benchmarks.ops.window_attention as cases
+import benchmarks.ops.window_attention_decode as decode_cases
+import benchmarks.ops.window_attention_varlen as varlen_cases
 from benchmarks import machine, run
-from benchmarks.case import OURS, Prepared
+from benchmarks.case import OURS
 from benchmarks.memory import Memory, peak_memory
 from benchmarks.peers import competitors_for
 from benchmarks.results import CEILING, read
@@ -18,16 +20,17 @@ from benchmarks.run import main
 
 ROOT = Path(__file__).parents[2]
 # One thread: tiny sizes gain nothing from two, and lose much where other tests run beside them.
-QUICK = ["window_attention", "--quick", "--threads", "1", "--repeats", "2"]
+QUICK = ["--quick", "--threads", "1", "--repeats", "2"]
+each_op_but_the_first = pytest.mark.parametrize("op", [decode_cases, varlen_cases], ids=["decode", "varlen"])
 
 
-def _run(tmp_path, *arguments):
+def _run(tmp_path, *arguments, op=cases):
     path = tmp_path / "results.jsonl"
-    status = main([*QUICK, "--out", str(path), *arguments])
+    status = main([op.OP, *QUICK, "--out", str(path), *arguments])
     return status, read(path)
 
 
-def _replace_competitor(monkeypatch, name, prepare):
+def _replace_competitor(monkeypatch, name, prepare, op=cases):
     """Puts another ``prepare`` into ours or a peer; it gets the original, the problem and the inputs."""
 
     def changed(competitor):
@@ -36,13 +39,17 @@ def _replace_competitor(monkeypatch, name, prepare):
             return competitor
         return dataclasses.replace(competitor, prepare=lambda *arguments: prepare(original, *arguments))
 
-    peers = [changed(competitor) for competitor in competitors_for("window_attention")]
-    monkeypatch.setattr(cases, "_OURS", changed(cases._OURS))
-    monkeypatch.setattr(cases, "competitors_for", lambda op: peers)
+    peers = [changed(competitor) for competitor in competitors_for(op.OP)]
+    monkeypatch.setattr(op, "_OURS", changed(op._OURS))
+    monkeypatch.setattr(op, "competitors_for", lambda name: peers)
 
 
 def _one_key_too_many(original, problem, inputs):
     return original(dataclasses.replace(problem, seen=problem.seen + 1), inputs)
+
+
+def _wrong_positions(original, problem, inputs):
+    return original(problem, inputs._replace(cache_lengths=inputs.cache_lengths - 3))
 
 
 def test_list_names_cases_targets_and_lanes(capsys):
@@ -96,6 +103,16 @@ def test_every_peer_takes_part_or_says_why_not(tmp_path, capsys):
     assert "skipped  flex: FlexAttention has no backward on the CPU" in capsys.readouterr().out
 
 
+@each_op_but_the_first
+def test_every_case_runs_with_all_peers(tmp_path, op):
+    status, records = _run(tmp_path, op=op)
+    assert status == 0
+    lanes = {(record.case, record.name): record.status for record in records if record.kind != CEILING}
+    names = [OURS, *(peer.name for peer in competitors_for(op.OP))]
+    assert len(names) > 1
+    assert lanes == {(case.name, name): "timed" for case in op.cases() for name in names}
+
+
 def test_records_say_where_they_come_from(tmp_path):
     _, records = _run(tmp_path, "--case", "forward-bf16", "--peers", "sdpa_mask")
     for record in records:
@@ -114,15 +131,43 @@ def test_broken_operator_is_caught_and_not_timed(tmp_path, capsys, monkeypatch):
     assert "WRONG    dskernels" in capsys.readouterr().out
 
 
-def test_broken_gradient_is_caught(tmp_path, monkeypatch):
-    def wrong_last_gradient(original, problem, inputs):
-        step = original(problem, inputs).run
-        return Prepared(lambda: [*step()[:-1], step()[-1] * 1.01])
+def _wrong_last_gradient(original, problem, inputs):
+    prepared = original(problem, inputs)
 
-    _replace_competitor(monkeypatch, OURS, wrong_last_gradient)
+    def run():
+        *others, last = prepared.run()
+        return [*others, last * 1.01]
+
+    return dataclasses.replace(prepared, run=run)
+
+
+def test_broken_gradient_is_caught(tmp_path, monkeypatch):
+    _replace_competitor(monkeypatch, OURS, _wrong_last_gradient)
     status, records = _run(tmp_path, "--case", "forward-backward-fp32", "--peers", "none")
     assert status == 1
     assert "grad_v" in records[0].reason
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "case", "fault", "reason"),
+    [
+        (decode_cases, OURS, "decode-b4-bf16", _wrong_positions, "out: largest error"),
+        (decode_cases, "sdpa", "ungrouped-decode-b1-fp32", _wrong_positions, "out: relative root"),
+        (decode_cases, "sdpa", "decode-b4-bf16", _wrong_positions, "out: relative root"),
+        (varlen_cases, OURS, "packed-forward-fp32", _one_key_too_many, "out: largest error"),
+        (varlen_cases, "padded", "packed-forward-fp32", _one_key_too_many, "out: relative root"),
+        (varlen_cases, "sdpa_mask", "packed-forward-fp32", _one_key_too_many, "out: relative root"),
+        (varlen_cases, "padded", "packed-forward-backward-fp32", _wrong_last_gradient, "grad_v: relative root"),
+    ],
+    ids=["decode", "sdpa", "sdpa_bf16", "varlen", "padded", "padded_sdpa", "padded_gradient"],
+)
+def test_other_work_is_caught_in_every_op(tmp_path, monkeypatch, op, name, case, fault, reason):
+    _replace_competitor(monkeypatch, name, fault, op)
+    status, records = _run(tmp_path, "--case", case, op=op)
+    assert status == 1
+    wrong = {record.name: record.reason for record in records if record.status == "wrong"}
+    assert wrong.keys() == {name}
+    assert reason in wrong[name]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
