@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,14 +14,7 @@ from torch.nn import functional as F
 from dsaccel.modules import GeluMLP, RotaryEmbedding, SlidingWindowLM, SwiGLU, TransformerBlock, WindowAttention
 from dskernels.testing import assert_close_to_reference
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on more threads, and much slower where others use the machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain_attention(module: WindowAttention, x: Tensor) -> Tensor:

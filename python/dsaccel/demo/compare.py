@@ -39,8 +39,10 @@ AGREEMENT = {False: 1e-4, True: 2e-2}
 class MaskedAttention(WindowAttention):
     """What one writes without a windowed kernel: rotate q and k in PyTorch, then SDPA with a mask of all pairs."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `WindowAttention.attend`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """As `WindowAttention.attend`, without the options that `SlidingWindowLM` does not use."""
+        if options:
+            raise TypeError(f"attend: expected q, k and v alone, got {', '.join(options)} as well")
         if self.rope is not None:
             cos, sin, _ = self.rope()
             q, k = rotate(q, cos[: q.shape[2]], sin[: q.shape[2]]), rotate(k, cos[: k.shape[2]], sin[: k.shape[2]])

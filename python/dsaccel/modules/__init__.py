@@ -4,14 +4,19 @@ from dsaccel.modules.attention import WindowAttention
 from dsaccel.modules.block import GeluMLP, SwiGLU, TransformerBlock
 from dsaccel.modules.cache import WindowCache
 from dsaccel.modules.language_model import SlidingWindowLM
+from dsaccel.modules.multihead import WindowMultiheadAttention
+from dsaccel.modules.replace import ReplacedAttention, replace_attention
 from dsaccel.modules.rotary import RotaryEmbedding
 
 __all__ = [
     "GeluMLP",
+    "ReplacedAttention",
     "RotaryEmbedding",
     "SlidingWindowLM",
     "SwiGLU",
     "TransformerBlock",
     "WindowAttention",
     "WindowCache",
+    "WindowMultiheadAttention",
+    "replace_attention",
 ]
