@@ -7,6 +7,7 @@ from dsaccel.modules.language_model import SlidingWindowLM
 from dsaccel.modules.multihead import WindowMultiheadAttention
 from dsaccel.modules.replace import ReplacedAttention, replace_attention
 from dsaccel.modules.rotary import RotaryEmbedding
+from dsaccel.modules.sdpa import sdpa_as_window_attention
 
 __all__ = [
     "GeluMLP",
@@ -19,4 +20,5 @@ __all__ = [
     "WindowCache",
     "WindowMultiheadAttention",
     "replace_attention",
+    "sdpa_as_window_attention",
 ]
