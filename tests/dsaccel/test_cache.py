@@ -191,3 +191,19 @@ def test_wrong_tensors() -> None:
 def test_a_window_that_looks_ahead_has_no_cache() -> None:
     with pytest.raises(ValueError, match="window: expected a causal one"):
         WindowAttention(32, 4, window=(3, 3)).new_cache(2)
+
+
+@pytest.mark.parametrize("argument", ["positions", "bias"])
+def test_a_cache_has_positions_of_its_own(argument: str) -> None:
+    module = WindowAttention(32, 4, window=(3, 0))
+    with pytest.raises(ValueError, match=f"{argument}: expected None with a cache"):
+        module(torch.randn(1, 2, 32), module.new_cache(1), **{argument: torch.arange(2)})
+
+
+def test_scale_and_softcap_of_the_module_hold_with_a_cache() -> None:
+    module = WindowAttention(32, 4, window=(3, 0), scale=2.0, softcap=1.5)
+    x = torch.randn(1, 9, 32)
+    with torch.no_grad():
+        cache = module.new_cache(1)
+        steps = [module(x[:, i : i + 1], cache) for i in range(9)]
+        torch.testing.assert_close(torch.cat(steps, 1), module(x), rtol=1e-5, atol=1e-5)

@@ -170,7 +170,9 @@ class WindowAttention(nn.Module):
             attended = self.attend(q, k, v, **given)
         else:
             if given:
-                raise ValueError(f"{', '.join(given)}: expected None with a cache, whose tokens stand at their own places")
+                raise ValueError(
+                    f"{', '.join(given)}: expected None with a cache, whose tokens stand at their own places"
+                )
             starts = cache.is_empty
             cache.append(k, v)
             attended = self.attend(q, k, v) if starts else cache.attend(q, softcap=self.softcap, scale=self.scale)
