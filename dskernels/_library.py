@@ -139,10 +139,17 @@ def to_layout_of(like: Tensor, result: Tensor) -> Tensor:
     return result.contiguous()
 
 
+def _has_autocast(device: str) -> bool:
+    if torch.compiler.is_compiling():
+        # The Dynamo of torch 2.11 cannot trace the question. Of the devices one compiles for, only meta has none.
+        return device != "meta"
+    return torch.amp.is_autocast_available(device)
+
+
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the autocast dtype where autocast is on for their device; float64 is left alone, as in torch."""
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
@@ -150,6 +157,6 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def autocast_disabled(device: str) -> contextlib.AbstractContextManager[Any]:
     """Keeps autocast from lowering the precision of what a reference computes on purpose in float32."""
-    if not torch.amp.is_autocast_available(device):
+    if not _has_autocast(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)
