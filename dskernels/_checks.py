@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 
 def wrong_value(name: str, expected: str, got: object) -> ValueError:
@@ -32,8 +33,16 @@ def is_number(value: Any) -> bool:
 
 
 def is_readable(values: torch.Tensor) -> bool:
-    """Whether a check may look at values: of a traced or a GPU tensor it would have to wait for them."""
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether a check may look at values: for those on a GPU it would have to wait."""
+    return values.device.type == "cpu" and not is_hidden(values)
+
+
+def is_hidden(values: torch.Tensor) -> bool:
+    """Whether nobody can look at values: a trace has none, and the transforms of ``torch.func`` wrap them."""
+    if torch.compiler.is_compiling() or isinstance(values, FakeTensor):
+        return True
+    is_wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(values)
+    return is_wrapped
 
 
 def shape_of(tensor: torch.Tensor) -> str:

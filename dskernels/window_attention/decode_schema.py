@@ -12,7 +12,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dskernels._autograd import register_gradient
 from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define, empty_in_layout_of
+from dskernels.window_attention.batching import fold_into_batch
 from dskernels.window_attention.decode_reference import window_attention_decode_reference
 from dskernels.window_attention.schema import count_seen_pairs
 
@@ -39,7 +41,7 @@ def _no_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-torch.library.register_autograd(decode_op, _no_backward, lib=LIBRARY)
+register_gradient(decode_op, _no_backward, vmap=fold_into_batch, autocasts=1, lib=LIBRARY)
 
 
 def _autocast(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dskernels._autograd import register_gradient
 from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define, empty_in_layout_of
+from dskernels.window_attention.batching import fold_into_batch
 from dskernels.window_attention.reference import window_attention_backward_reference, window_attention_reference
 
 _TABLES = "Tensor? cos, Tensor? sin, Tensor? positions, Tensor? bias, Tensor? sink"
@@ -86,8 +88,13 @@ def sink_gradient(grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: T
     return -weighted.sum((0, 2)).to(sink.dtype)
 
 
-torch.library.register_autograd(
-    forward_op, functools.partial(backward_by, backward_op), setup_context=save_for_backward, lib=LIBRARY
+register_gradient(
+    forward_op,
+    functools.partial(backward_by, backward_op),
+    setup_context=save_for_backward,
+    vmap=fold_into_batch,
+    autocasts=3,
+    lib=LIBRARY,
 )
 
 
@@ -98,7 +105,7 @@ def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-torch.library.register_autograd(backward_op, double_backward, lib=LIBRARY)
+register_gradient(backward_op, double_backward, vmap=fold_into_batch, lib=LIBRARY)
 
 
 def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dskernels._autograd import register_gradient
 from dskernels._library import TRITON_LIBRARY, define_triton
 from dskernels.window_attention import schema
+from dskernels.window_attention.batching import fold_into_batch
 
 triton_forward_op = define_triton("window_attention", schema.FORWARD)
 triton_backward_op = define_triton("window_attention_backward", schema.BACKWARD)
@@ -35,12 +37,13 @@ TRITON_LIBRARY.impl("window_attention", _forward, "CompositeExplicitAutograd")
 TRITON_LIBRARY.impl("window_attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake(triton_forward_op, schema.forward_fake, lib=TRITON_LIBRARY)
 torch.library.register_fake(triton_backward_op, schema.backward_fake, lib=TRITON_LIBRARY)
-torch.library.register_autograd(
+register_gradient(
     triton_forward_op,
     functools.partial(schema.backward_by, triton_backward_op),
     setup_context=schema.save_for_backward,
+    vmap=fold_into_batch,
     lib=TRITON_LIBRARY,
 )
-torch.library.register_autograd(triton_backward_op, schema.double_backward, lib=TRITON_LIBRARY)
+register_gradient(triton_backward_op, schema.double_backward, vmap=fold_into_batch, lib=TRITON_LIBRARY)
 register_flop_formula(torch.ops.dskernels_triton.window_attention)(schema.forward_flop)
 register_flop_formula(torch.ops.dskernels_triton.window_attention_backward)(schema.backward_flop)

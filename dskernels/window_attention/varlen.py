@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from dskernels._checks import is_readable, shape_of, wrong_type, wrong_value
+from dskernels._checks import is_hidden, is_readable, shape_of, wrong_type, wrong_value
 from dskernels._library import cast_for_autocast, why_no_kernel
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table
@@ -197,7 +197,7 @@ def _prepare(
     if rope is None:
         return VarlenCall(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, sink, *options, False)
     check_rope(rope, q)
-    if is_readable(cu_seqlens_q):
+    if is_readable(cu_seqlens_q) and is_readable(cu_seqlens_k):
         _check_positions(rope, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
     return VarlenCall(q, k, v, cu_seqlens_q, cu_seqlens_k, cos, sin, sink, *options, rope.interleaved)
@@ -259,15 +259,19 @@ def _cpu_refuses(call: VarlenCall) -> str | None:
 
 
 def _reference_refuses(call: VarlenCall) -> str | None:
-    # The loop over sequences needs their lengths as numbers. A trace keeps the operator, which is the reference only
-    # where no kernel took its place.
-    if torch.compiler.is_compiling() and why_no_kernel("window_attention_varlen", call.q.device.type.upper()) is None:
-        return "the lengths of the sequences are values, which a compiled graph does not know"
+    # The loop over sequences needs their lengths as numbers. Where they are hidden the operator is called, which is the
+    # reference only where no kernel took its place.
+    if _has_hidden_lengths(call) and why_no_kernel("window_attention_varlen", call.q.device.type.upper()) is None:
+        return "the lengths of the sequences are values, which a trace or a transform of torch.func does not know"
     return None
 
 
+def _has_hidden_lengths(call: VarlenCall) -> bool:
+    return is_hidden(call.cu_seqlens_q) or is_hidden(call.cu_seqlens_k)
+
+
 def _run_reference(call: VarlenCall) -> tuple[Tensor, Tensor]:
-    if torch.compiler.is_compiling() or call.q.is_meta:
+    if _has_hidden_lengths(call) or call.q.is_meta:
         result: tuple[Tensor, Tensor] = varlen_forward_op(*call)
         return result
     return window_attention_varlen_reference(*call)

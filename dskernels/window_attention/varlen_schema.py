@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dskernels._autograd import one_by_one, register_gradient
 from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define
 from dskernels.window_attention.schema import count_seen_pairs, sink_gradient
 from dskernels.window_attention.varlen_reference import (
@@ -73,7 +74,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     return (*wanted, None, None, None, None, grad_sink, *(None for _ in ctx.options))
 
 
-torch.library.register_autograd(varlen_forward_op, _backward, setup_context=_save_for_backward, lib=LIBRARY)
+register_gradient(
+    varlen_forward_op, _backward, setup_context=_save_for_backward, vmap=one_by_one, autocasts=3, lib=LIBRARY
+)
 
 
 def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -83,7 +86,7 @@ def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-torch.library.register_autograd(varlen_backward_op, _double_backward, lib=LIBRARY)
+register_gradient(varlen_backward_op, _double_backward, vmap=one_by_one, lib=LIBRARY)
 
 
 def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:

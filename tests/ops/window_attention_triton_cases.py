@@ -262,6 +262,46 @@ def test_opcheck() -> None:
         torch.library.opcheck(triton_backward_op, arguments, test_utils=checks)
 
 
+def test_exactly_the_keys_of_the_window_have_weight() -> None:
+    # With the identity for values a row of the output is the row of weights.
+    q, k = (torch.randn(1, 1, 40, 8) for _ in range(2))
+    for left, right in ((0, 0), (1, 0), (3, 0), (2, 2), (-1, 4)):
+        weights = dk.window_attention(q, k, torch.eye(40)[None, None], window=(left, right), backend="triton")[0, 0]
+        for i, row in enumerate(weights):
+            seen = [j for j in range(i - left, i + right + 1) if 0 <= j < 40]
+            assert row.nonzero().flatten().tolist() == seen
+
+
+def test_scores_below_any_finite_mask() -> None:
+    # Scores of -9984 + m / 8, without rounding; half of the rows see nothing.
+    q, k = torch.zeros(1, 1, 80, 8), torch.full((1, 1, 80, 8), -9984.0)
+    q[..., :2], k[..., 1], v = 1, torch.randint(-20, 20, (80,)) / 8, torch.randn(1, 1, 80, 8)
+    options = Options((20, 0), scale=1.0, query_offset=-40)
+    out, lse = op(q, k, v, options, "triton")
+    right, right_lse = exact(q, k, v, options)
+    torch.testing.assert_close(out.double(), right, rtol=0, atol=2e-3)
+    torch.testing.assert_close(lse.double(), right_lse, rtol=0, atol=2e-3)
+    assert (out[:, :, :40] == 0).all()
+    assert (lse[:, :, :40] == -torch.inf).all()
+
+
+def test_transforms_of_torch_func() -> None:
+    q, k, v = (torch.randn(2, 1, heads, 9, 8) for heads in (2, 1, 1))
+    sink = torch.randn(2)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = op(q, k, v, Options((5, 2), Rope()), "triton", sink=sink)
+        return out.square().sum() + lse.sin().sum()
+
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)), in_dims=(0, 0, None))(q, k, v[0])
+    for i in range(2):
+        leaves = [x.detach().requires_grad_() for x in (q[i], k[i], v[0])]
+        for one, other in zip(mapped, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+            torch.testing.assert_close(one[i], other)
+    with pytest.raises(NotImplementedError, match=r"window_attention: .* forward-mode"):
+        torch.func.jvp(lambda q: loss(q, k[0], v[0]), (q[0],), (q[0],))
+
+
 def test_compile_fullgraph_dynamic() -> None:
     table = dk.rope_table(8, 64)
 
