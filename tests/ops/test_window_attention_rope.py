@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from window_attention_oracle import Options, Rope, exact, op, rotated
@@ -39,6 +42,16 @@ def test_table_is_a_pytree_and_moves() -> None:
     moved = table.to("meta")
     assert moved.cos.device.type == moved.sin.device.type == "meta"
     assert moved.interleaved
+
+
+def test_table_copies_and_pickles() -> None:
+    table = dk.rope_table(8, 4, interleaved=True)
+    for other in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert isinstance(other, dk.RopeTable)
+        assert torch.equal(other.cos, table.cos)
+        assert torch.equal(other.sin, table.sin)
+        assert other.cos.data_ptr() != table.cos.data_ptr()
+        assert other.interleaved
 
 
 def test_late_positions_are_told_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -290,6 +291,30 @@ def test_compile_fullgraph_dynamic(compiler: str) -> None:
         )
         for what, traced, eager in zip(NAMES, one, other, strict=True):
             torch.testing.assert_close(traced, eager, rtol=1e-5, atol=1e-5, msg=what)
+
+
+class Packed(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor) -> tuple[Tensor, Tensor]:
+        options = {"window": (9, 3), "rope": dk.rope_table(24, 100), "return_lse": True}
+        return dk.window_attention_varlen(q, k, v, offsets_q, offsets_k, **options)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_with_any_number_of_tokens_and_sequences(strict: bool) -> None:
+    def draw(name: str) -> tuple[Tensor, ...]:
+        return (*CASES[name].inputs(torch.float32)[:3], *CASES[name].offsets())
+
+    keys, sequences = torch.export.Dim("keys"), torch.export.Dim("sequences", min=2)
+    sizes = ({0: torch.export.Dim.DYNAMIC}, {0: keys}, {0: keys}, {0: sequences}, {0: sequences})
+    program = torch.export.export(Packed(), draw("uneven"), dynamic_shapes=sizes, strict=strict)
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    for again in (program, torch.export.load(file)):
+        for name in ("even", "empty_queries", "many"):
+            inputs = draw(name)
+            for one, other in zip(again.module()(*inputs), Packed()(*inputs), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def test_a_compiled_graph_says_why_it_cannot_loop() -> None:
