@@ -36,15 +36,15 @@ class RopeTable(NamedTuple):
         return self.cos.shape[0]
 
     def rotate(self, x: Tensor, positions: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Tokens rotated at their positions, in float32, as the ops do it inside; for keys that a cache keeps rotated.
+        """Tokens rotated at their positions as the ops do it inside; for keys that a cache keeps rotated.
 
         Pair ``(a, b)`` at position ``p`` becomes ``(a * cos[p] - b * sin[p], b * cos[p] + a * sin[p])``; components
-        past ``rotary_dim`` pass unchanged. Differentiable in ``x``.
+        past ``rotary_dim`` pass unchanged. Computed in float32 (float64 for float64). Differentiable in ``x``.
 
         Args:
             x: shape ``[B, H, N, D]``, floating point.
             positions: int64, shape ``[N]`` or ``[B, N]``.
-            dtype: of the result. Default: that of ``x``.
+            dtype: of the result, floating point. Default: that of ``x``.
 
         Returns:
             Shape of ``x``.
@@ -63,12 +63,16 @@ class RopeTable(NamedTuple):
         if positions.dtype != torch.int64 or positions.shape not in (x.shape[2:3], (x.shape[0], x.shape[2])):
             expected = f"int64, shape [N] or [B, N] = [{x.shape[0]}, {x.shape[2]}]"
             raise wrong_value("positions", expected, f"shape {shape_of(positions)}, {positions.dtype}")
-        if not x.device == positions.device == self.cos.device:
-            raise wrong_value("x, positions", f"the device of the table, {self.cos.device}", x.device)
+        for name, tensor in (("x", x), ("positions", positions)):
+            if tensor.device != self.cos.device:
+                raise wrong_value(name, f"the device of the table, {self.cos.device}", tensor.device)
+        if dtype is not None and not dtype.is_floating_point:
+            raise wrong_value("dtype", "a floating point dtype or None", dtype)
         check_in_table(positions, self)
-        rows = positions.expand(x.shape[0], x.shape[2])
         wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = (table[rows][:, None].to(wide) for table in (self.cos, self.sin))
+        # index_select refuses a negative position, at which plain indexing would count from the end.
+        rows = (table.index_select(0, positions.flatten()) for table in (self.cos, self.sin))
+        cos, sin = (row.view(*positions.shape, -1).unsqueeze(-3).to(wide) for row in rows)
         return rotate(x.to(wide), cos, sin, self.interleaved).to(x.dtype if dtype is None else dtype)
 
     def to(self, device: torch.device | str | int) -> RopeTable:

@@ -49,7 +49,7 @@ X, PLACES = torch.randn(2, 3, 4, 8), torch.arange(4)
         (X[..., :6], PLACES, ValueError, "D at least rotary_dim = 8"),
         (X, PLACES[:3], ValueError, r"positions: expected int64, shape \[N\] or \[B, N\] = \[2, 4\], got shape \[3\]"),
         (X, PLACES.int(), ValueError, "positions: expected int64"),
-        (X, PLACES.to("meta"), ValueError, "x, positions: expected the device of the table, cpu"),
+        (X, PLACES.to("meta"), ValueError, "positions: expected the device of the table, cpu, got meta"),
         (X, PLACES + 7, IndexError, "positions: position 10 is outside the table of 10 positions"),
         (X, PLACES - 1, IndexError, "positions: position -1 is outside the table of 10 positions"),
     ],
@@ -57,3 +57,16 @@ X, PLACES = torch.randn(2, 3, 4, 8), torch.arange(4)
 def test_message(x: object, positions: object, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         dk.rope_table(8, 10).rotate(x, positions)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match="dtype: expected a floating point dtype"):
+        dk.rope_table(8, 10).rotate(X, PLACES, dtype=torch.int64)
+
+
+def test_compiled_code_does_not_count_from_the_end() -> None:
+    table = dk.rope_table(8, 10)
+    rotate = torch.compile(lambda x, places: table.rotate(x, places), fullgraph=True, backend="aot_eager")
+    assert torch.equal(rotate(X, PLACES), table.rotate(X, PLACES))
+    with pytest.raises((IndexError, RuntimeError)):
+        rotate(X, PLACES - 1)

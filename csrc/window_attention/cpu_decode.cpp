@@ -17,10 +17,12 @@ std::vector<int64_t> lengths_of(const Tensor& t, const WindowAttentionArgs& args
     const int64_t place = static_cast<int64_t>(b) * t.stride(0);
     lengths[b] =
         is_int ? static_cast<const int32_t*>(t.data_ptr())[place] : static_cast<const int64_t*>(t.data_ptr())[place];
-    STD_TORCH_CHECK(lengths[b] >= 0 && lengths[b] <= rows, "window_attention_decode: cache_lengths[", b,
-                    "]: expected 0 to ", rows, ", the rows of the table, got ", lengths[b]);
+    STD_TORCH_CHECK(lengths[b] >= 0, "window_attention_decode: cache_lengths[", b,
+                    "]: expected a number of tokens, got ", lengths[b]);
+    STD_TORCH_CHECK(lengths[b] <= rows, "window_attention_decode: cache_lengths[", b, "]: expected up to ", rows,
+                    " tokens, the rows of the table, got ", lengths[b]);
     // What a query still sees must not have been overwritten.
-    STD_TORCH_CHECK(lengths[b] <= args.len_k || args.left + args.len_q <= args.len_k,
+    STD_TORCH_CHECK(args.len_q == 0 || lengths[b] <= args.len_k || args.left + args.len_q <= args.len_k,
                     "window_attention_decode: cache_lengths[", b, "]: expected up to ", args.len_k,
                     " tokens, the slots of the cache, for ", args.len_q, " queries that look back ", args.left,
                     ", got ", lengths[b]);

@@ -98,12 +98,8 @@ DSKERNELS_NOINLINE void decode_scores(const float* queries, const T* keys, int64
 template <int kRows, int kVectors, class T>
 DSKERNELS_INLINE void decode_sum_columns(const float* weights, const T* values, int64_t stride, int64_t count,
                                          const float* rescale, float* out, int64_t out_stride, Prefetcher& prefetcher) {
-  VecF sums[kRows][kVectors];
-  DSKERNELS_UNROLL
-  for (int r = 0; r < kRows; ++r) {
-    DSKERNELS_UNROLL
-    for (int n = 0; n < kVectors; ++n) sums[r][n] = rescale[r] * load(out + r * out_stride + n * kLanes);
-  }
+  // From 0, not from what is there: sums of sums lose less than one long sum.
+  VecF sums[kRows][kVectors] = {};
   for (int64_t j = 0; j < count; ++j) {
     if (j % kDecodeSumKeys == 0) prefetcher.step();
     VecF columns[kVectors];
@@ -118,7 +114,10 @@ DSKERNELS_INLINE void decode_sum_columns(const float* weights, const T* values, 
   DSKERNELS_UNROLL
   for (int r = 0; r < kRows; ++r) {
     DSKERNELS_UNROLL
-    for (int n = 0; n < kVectors; ++n) store(out + r * out_stride + n * kLanes, sums[r][n]);
+    for (int n = 0; n < kVectors; ++n) {
+      float* place = out + r * out_stride + n * kLanes;
+      store(place, rescale[r] * load(place) + sums[r][n]);
+    }
   }
 }
 

@@ -99,9 +99,9 @@ def window_attention(
         bias: floating point, shape broadcastable to ``[B, Hq, Nq, Nk]``, added to the scores after the cap; -inf hides
             a key. Only what is seen is read. Its gradient is summed over broadcast dimensions, by way of a float32
             tensor of the full shape. Default: none.
-        sink: shape ``[Hq]``, floating point: a logit for each head that joins the softmax and attends nothing; -inf
-            is no sink. A query that sees no key then has the sink for its lse. Default: none.
-        softcap: bound of the scores, positive. Default: none.
+        sink: shape ``[Hq]``, floating point, finite or -inf (no sink): a logit for each head that joins the softmax and
+            attends nothing. A query that sees no key then has the sink for its lse. Default: none.
+        softcap: bound of the scores, from 1e-30 to 1e30. Default: none.
         scale: factor of the scores. Default: ``D ** -0.5``.
         query_offset: position of the first query. Default: ``Nk - Nq``, so that the last query stands at the last key.
         return_lse: also return ``lse``. It can be differentiated like ``out``. Default: False.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -143,8 +142,9 @@ def checked_softcap(softcap: float | None) -> float:
         return 0.0
     if not is_number(softcap):
         raise wrong_type("softcap", "a number or None", softcap)
-    if not 0 < softcap < math.inf:
-        raise wrong_value("softcap", "a positive finite number or None", softcap)
+    # What float32, in which the kernels compute, holds well.
+    if not 1e-30 <= softcap <= 1e30:
+        raise wrong_value("softcap", "a number from 1e-30 to 1e30, or None", softcap)
     return float(softcap)
 
 

@@ -126,9 +126,9 @@ def window_attention_decode(
         keys_rotated: the keys in the cache are rotated already, so only the queries will be. Saves the rotation of the
             whole window at every step; where the cache is of half precision, it keeps rotated keys rounded. Default:
             False.
-        sink: shape ``[Hq]``, floating point: a logit for each head that joins the softmax and attends nothing; -inf
-            is no sink. Default: none.
-        softcap: bound of the scores, positive. Default: none.
+        sink: shape ``[Hq]``, floating point, finite or -inf (no sink): a logit for each head that joins the softmax and
+            attends nothing. Default: none.
+        softcap: bound of the scores, from 1e-30 to 1e30. Default: none.
         scale: factor of the scores. Default: ``D ** -0.5``.
         return_lse: also return ``lse``. Default: False.
         backend: ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back.
@@ -147,7 +147,8 @@ def window_attention_decode(
         NotImplementedError: a gradient is asked for, other than of the reference.
 
     Backends: ``cpu`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference`` (everything, any device,
-    dense). Lengths on a GPU are not looked at: there, a cache that is too small gives wrong results without an error.
+    dense). Lengths on a GPU are not looked at, nor under ``torch.func.vmap``: a cache that is too small gives wrong
+    results there without an error.
     Under autocast q is cast to the autocast dtype, the caches are not.
 
     Sources: as for `window_attention`; the rolling cache is that of Jiang et al., "Mistral 7B", 2023, section 2; the

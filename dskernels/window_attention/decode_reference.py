@@ -31,10 +31,19 @@ def check_lengths(lengths: list[int], queries: int, slots: int, left: int | None
                 f"the table holds {rows} positions"
             )
         # What a query still sees must not have been overwritten.
-        if length > slots and (left is None or left + queries > slots):
+        if queries > 0 and length > slots and (left is None or left + queries > slots):
             needed = "all tokens" if left is None else f"the last {left + queries}"
             expected = f"up to {slots} tokens, the slots of the cache, since {queries} queries may see {needed}"
             raise wrong_value(f"cache_lengths[{number}]", expected, length)
+
+
+def _assert_lengths(lengths: Tensor, queries: int, slots: int, left: int | None, rows: int | None) -> None:
+    """The same for a graph, which learns the values when it runs."""
+    most = rows
+    if queries > 0 and (left is None or left + queries > slots):
+        most = slots if most is None else min(slots, most)
+    fits = lengths >= 0 if most is None else (lengths >= 0) & (lengths <= most)
+    torch._assert_async(fits.all(), f"window_attention_decode: cache_lengths: expected 0 to {most} tokens")
 
 
 def _positions(lengths: Tensor, queries: int, slots: int) -> tuple[Tensor, Tensor]:
@@ -75,9 +84,11 @@ def window_attention_decode_reference(
     keys_rotated: bool,
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse`` of `dskernels.window_attention_decode`."""
+    rows = None if cos is None else cos.shape[0]
     if is_readable(cache_lengths):
-        rows = None if cos is None else cos.shape[0]
         check_lengths(cache_lengths.tolist(), q.shape[2], k_cache.shape[2], left, rows)
+    elif torch.compiler.is_compiling():
+        _assert_lengths(cache_lengths, q.shape[2], k_cache.shape[2], left, rows)
     queries_BN, slots_BS = _positions(cache_lengths, q.shape[2], k_cache.shape[2])
     seen = _visibility(queries_BN, slots_BS, left, right)
     dtype = compute_dtype(q)

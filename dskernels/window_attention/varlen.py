@@ -122,9 +122,9 @@ def window_attention_varlen(
             causal window of ``W`` keys ``(W - 1, 0)``. Default: all keys of the sequence.
         rope: table of `rope_table`, by whose rows queries and keys are rotated at their positions, in float32
             whatever the inputs. Not differentiated. Default: no rotation.
-        sink: shape ``[Hq]``, floating point: a logit for each head that joins the softmax and attends nothing; -inf
-            is no sink. A query that sees no key then has the sink for its lse. Default: none.
-        softcap: bound of the scores, positive. Default: none.
+        sink: shape ``[Hq]``, floating point, finite or -inf (no sink): a logit for each head that joins the softmax and
+            attends nothing. A query that sees no key then has the sink for its lse. Default: none.
+        softcap: bound of the scores, from 1e-30 to 1e30. Default: none.
         scale: factor of the scores. Default: ``D ** -0.5``.
         return_lse: also return ``lse``. It can be differentiated like ``out``. Default: False.
         backend: ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back.

@@ -185,7 +185,7 @@ ERRORS = {
     ),
     "softcap": (
         lambda: WindowAttention(32, 4, softcap=-1.0)(torch.zeros(1, 3, 32)),
-        "softcap: expected a positive finite number or None, got -1.0",
+        "softcap: expected a number from 1e-30 to 1e30, or None, got -1.0",
     ),
 }
 

@@ -159,7 +159,10 @@ def test_generation_equals_computing_all_anew(max_positions: int) -> None:
         ({"max_tokens": 0}, "max_tokens: expected a positive number, got 0"),
         ({"window": (3, 1)}, "window: expected a causal one"),
         ({"window": (3, None)}, "window: expected a causal one"),
-        ({"window": (None, 0)}, "max_tokens: expected a number where the window is unbounded, got None"),
+        ({"window": (None, 0)}, "max_tokens: expected a number where neither window nor rope has an end, got None"),
+        ({"batch": -1}, "batch: expected a number not below 0, got -1"),
+        ({"dtype": torch.int8}, "dtype: expected float32, bfloat16, float16 or float64, got torch.int8"),
+        ({"rope": TABLE}, "rope: expected rotary_dim up to head_dim = 8, got 16"),
     ],
     ids=str,
 )
@@ -173,10 +176,15 @@ def test_wrong_tensors() -> None:
     cache = WindowCache(2, 3, 8, window=(4, 0), value_dim=6, new_tokens=2, rope=dk.rope_table(8, 9))
     k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 6)
     for arguments, message in (
-        ((k[0], v), r"k: expected shape \[2, 3, 0, 8\], got \[3, 4, 8\]"),
-        ((k[:, :2], v), r"k: expected shape \[2, 3, 4, 8\], got \[2, 2, 4, 8\]"),
-        ((k, v[:, :, :3]), r"v: expected shape \[2, 3, 4, 6\], got \[2, 3, 3, 6\]"),
+        ((k[0], v), r"k: expected floating point of shape \[2, 3, 0, 8\], got torch.float32 of \[3, 4, 8\]"),
+        ((k[:, :2], v), r"k: expected floating point of shape \[2, 3, 4, 8\], got torch.float32 of \[2, 2, 4, 8\]"),
+        ((k, v[:, :, :3]), r"v: expected floating point of shape \[2, 3, 4, 6\], got torch.float32 of \[2, 3, 3, 6\]"),
+        ((k.long(), v), "k: expected floating point of shape .* got torch.int64"),
+        ((k, None), "v: expected floating point of shape .* got None"),
         ((k, v, torch.ones(2)), r"counts: expected int64 of shape \[2\], got torch.float32 of \[2\]"),
+        ((k, v, [1, 2]), r"counts: expected int64 of shape \[2\], got \[1, 2\]"),
+        ((k, v, torch.tensor([5, 0])), r"counts: expected 0 to 4, the number of tokens that came, got \[5, 0\]"),
+        ((k, v, torch.tensor([-1, 0])), r"counts: expected 0 to 4, the number of tokens that came, got \[-1, 0\]"),
     ):
         with pytest.raises(ValueError, match=message):
             cache.append(*arguments)
@@ -186,6 +194,12 @@ def test_wrong_tensors() -> None:
     cache.append(k, v)
     with pytest.raises(IndexError, match="k: expected sequences of up to 9 tokens, got 12"):
         cache.append(k, v)
+    assert cache.lengths.tolist() == [8, 8]
+    for rows in (torch.tensor([True, False]), torch.tensor([[0]]), [0]):
+        with pytest.raises(ValueError, match=r"rows: expected int64 of shape \[n\]"):
+            cache.reset(rows)
+        with pytest.raises(ValueError, match=r"rows: expected int64 of shape \[n\]"):
+            cache.reorder(rows)
 
 
 def test_a_window_that_looks_ahead_has_no_cache() -> None:
@@ -207,3 +221,43 @@ def test_scale_and_softcap_of_the_module_hold_with_a_cache() -> None:
         cache = module.new_cache(1)
         steps = [module(x[:, i : i + 1], cache) for i in range(9)]
         torch.testing.assert_close(torch.cat(steps, 1), module(x), rtol=1e-5, atol=1e-5)
+
+
+def test_too_many_tokens_leave_a_cache_as_it_was() -> None:
+    model = SlidingWindowLM(9, 32, 2, 4, window=4)
+    caches = model.new_caches(2)
+    model(torch.zeros(2, 6).long(), caches)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="x: expected up to new_tokens = 1 after the first, got 3"):
+            model(torch.zeros(2, 3).long(), caches)
+        assert [cache.lengths.tolist() for cache in caches] == [[6, 6], [6, 6]]
+
+
+@pytest.mark.parametrize("forget", ["all", "rows", "counts"])
+def test_an_empty_cache_takes_a_prompt_of_any_length(forget: str) -> None:
+    module = WindowAttention(32, 4, window=(3, 0))
+    cache, x = module.new_cache(2), torch.randn(2, 7, 32)
+    if forget == "counts":
+        cache.append(*(torch.randn(2, 4, 3, 8) for _ in range(2)), torch.tensor([0, 0]))
+    else:
+        with torch.no_grad():
+            module(x + 1, cache)
+        cache.reset(None if forget == "all" else torch.tensor([1, 0]))
+    assert cache.is_empty
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, cache), module(x))
+
+
+def test_the_table_is_the_end_where_nothing_else_is() -> None:
+    cache = WindowCache(1, 2, DIM, window=(None, 0), rope=dk.rope_table(DIM, 10))
+    assert (cache.slots, cache.max_tokens) == (10, 10)
+    assert WindowCache(1, 2, DIM, window=(None, 0), max_tokens=50, rope=dk.rope_table(DIM, 10)).slots == 10
+
+
+def test_caches_are_one_for_each_layer() -> None:
+    model = SlidingWindowLM(9, 32, 2, 4, window=4)
+    for caches in (model.new_caches(1)[:1], []):
+        with pytest.raises(ValueError, match=f"caches: expected one for each of 2 layers, got {len(caches)}"):
+            model(torch.zeros(1, 2).long(), caches)
+    with pytest.raises(ValueError, match="count: expected a number not below 0, got -1"):
+        model.generate(torch.zeros(1, 2).long(), -1)

@@ -236,12 +236,16 @@ def test_compile_fullgraph_dynamic(compiler: str) -> None:
         torch.testing.assert_close(compiled(x), attend(x), rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_graph_still_sees_a_cache_that_is_too_small() -> None:
+@pytest.mark.parametrize("wide", [False, True], ids=["kernel", "reference"])
+def test_compiled_graph_still_sees_a_cache_that_is_too_small(wide: bool) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(dk.window_attention_decode, fullgraph=True, backend="aot_eager")
     x = draw(CASES["rolling"], torch.float32)
-    with pytest.raises((RuntimeError, ValueError), match=r"cache_lengths\[3\]: expected up to 16 tokens"):
-        compiled(x.q, x.k_cache, x.v_cache, x.lengths, window=(16, 0))
+    q, k_cache, v_cache = (t.double() if wide else t for t in (x.q, x.k_cache, x.v_cache))
+    for lengths in (x.lengths, torch.full_like(x.lengths, -3)):
+        with pytest.raises((RuntimeError, ValueError), match=r"cache_lengths"):
+            compiled(q, k_cache, v_cache, lengths, window=(16, 0))
+    assert compiled(q, k_cache, v_cache, x.lengths.clamp(max=16), window=(16, 0)).shape == (*x.q.shape[:3], 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -283,3 +287,18 @@ def test_operations_are_those_of_the_seen_pairs() -> None:
     with FlopCounterMode(display=False) as counter:
         decode(case, x)
     assert counter.get_total_flops() == 2 * case.heads * sum(seen) * (case.dim + case.value_dim)
+
+
+def test_no_query_needs_no_slot() -> None:
+    q, k, v = torch.randn(1, 2, 0, 8), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8)
+    assert dk.window_attention_decode(q, k, v, torch.tensor([9]), window=(9, 0)).shape == (1, 2, 0, 8)
+
+
+def test_long_sums_lose_little(backend: str) -> None:
+    """Values near 1, whose sum over a long window grows: block sums keep what one running sum would lose."""
+    if backend == "reference":
+        pytest.skip("torch's own sums answer for the reference")
+    q, k, v = torch.randn(1, 16, 1, 8), torch.randn(1, 16, 4096, 8), 1 + torch.rand(1, 16, 4096, 8) / 100
+    out = dk.window_attention_decode(q, k, v, torch.tensor([4096]), window=(4095, 0), backend=backend)
+    right, _ = exact(q, k, v, Options(window=(4095, 0)))
+    assert float((out - right).abs().max()) < 1e-6

@@ -219,7 +219,7 @@ def test_default_of_the_backward_operator_with_everything_on_the_scores() -> Non
         ({"sink": [1.0]}, TypeError, "sink: expected a tensor or None"),
         ({"sink": torch.ones(H + 1)}, ValueError, r"sink: expected shape \[Hq\] = \[4\], got shape \[5\]"),
         ({"softcap": "30"}, TypeError, "softcap: expected a number or None"),
-        ({"softcap": 0.0}, ValueError, "softcap: expected a positive finite number or None, got 0.0"),
+        ({"softcap": 0.0}, ValueError, "softcap: expected a number from 1e-30 to 1e30, or None, got 0.0"),
         ({"positions": torch.arange(M)}, ValueError, "positions: expected None without rope"),
         ({"rope": dk.rope_table(D, M), "positions": [1]}, TypeError, "positions: expected a tensor or None"),
         (

@@ -41,7 +41,7 @@ CU_Q, CU_K = torch.tensor([0, 5, 12]), torch.tensor([0, 7, 14])
         ),
         ({"window": 3}, TypeError, r"window: expected a pair \(left, right\)"),
         ({"sink": torch.ones(3)}, ValueError, r"sink: expected shape \[Hq\] = \[6\], got shape \[3\]"),
-        ({"softcap": -1.0}, ValueError, "softcap: expected a positive finite number or None, got -1.0"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected a number from 1e-30 to 1e30, or None, got -1.0"),
         ({"scale": "1"}, TypeError, "scale: expected a number or None"),
         ({"return_lse": None}, TypeError, "return_lse: expected a bool"),
         ({"rope": dk.rope_table(10, 20)}, ValueError, "rope: expected rotary_dim up to the head dimension 8, got 10"),

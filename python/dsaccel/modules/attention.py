@@ -174,6 +174,9 @@ class WindowAttention(nn.Module):
                     f"{', '.join(given)}: expected None with a cache, whose tokens stand at their own places"
                 )
             starts = cache.is_empty
+            if not starts and x.shape[1] > cache.new_tokens:
+                # Before anything is stored, so that whoever catches this can go on.
+                raise ValueError(f"x: expected up to new_tokens = {cache.new_tokens} after the first, got {x.shape[1]}")
             cache.append(k, v)
             attended = self.attend(q, k, v) if starts else cache.attend(q, softcap=self.softcap, scale=self.scale)
         out: Tensor = self.proj(attended.transpose(1, 2).flatten(2))
@@ -208,7 +211,7 @@ class WindowAttention(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, positions: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        """The attention itself, for subclasses to replace.
+        """The attention itself, for subclasses to replace; of the tokens after the first, a cache sees to it alone.
 
         Args:
             q: shape ``[B, Hq, N, D]``.

@@ -13,7 +13,8 @@ class WindowCache:
 
     Token ``j`` of a sequence lies in slot ``j mod slots``. A windowed layer needs ``left + new_tokens`` slots however
     long the text becomes, one without a window ``max_tokens``. Sequences may be of different lengths. With ``rope``,
-    keys are rotated once, at their absolute positions, on the way in. What is stored has no gradient.
+    keys are rotated once, at their absolute positions, on the way in. What is stored has no gradient. One that is made
+    under ``torch.inference_mode`` can be used only there.
 
     ::
 
@@ -22,16 +23,18 @@ class WindowCache:
         out = cache.attend(q)  # [B, Hq, N, D]: the new queries over all that they see
 
     Args:
-        batch: sequences ``B``.
+        batch: sequences ``B``; 0 or more.
         num_kv_heads: key and value heads ``Hkv``.
         head_dim: components ``D`` of a key.
         window: ``(left, right)`` of the layer, inclusive; causal, so ``right`` is 0 or less. ``left`` None needs
             ``max_tokens``.
-        max_tokens: the longest sequence that will come, at most the positions of ``rope``. Default: those, or no end.
+        max_tokens: the longest sequence that will come. Default, and at most: the positions of ``rope``; without
+            ``rope`` there is no end.
         new_tokens: how many queries attend at once, at most. Default: 1.
         value_dim: components of a value. Default: ``head_dim``.
         rope: table by which keys and queries are rotated. Default: no rotation.
-        dtype: of what is stored, for example bfloat16 for half the memory. Default: torch's default dtype.
+        dtype: of what is stored, float32, bfloat16, float16 or float64; bfloat16 takes half the memory of float32.
+            Default: torch's default dtype.
         device: where it is stored. Default: torch's default device.
 
     Attributes:
@@ -39,7 +42,8 @@ class WindowCache:
         slots: how many of them are remembered.
 
     Raises:
-        ValueError: a size is below 1, the window is not causal, or nothing bounds the cache.
+        ValueError: a size is too small, the window is not causal, nothing bounds the cache, the dtype is none of the
+            four, or ``rope`` rotates more components than a key has.
 
     Source: the rolling buffer cache of Jiang et al., "Mistral 7B", 2023, section 2.
     """
@@ -65,16 +69,23 @@ class WindowCache:
         for name, value in {**sizes, "max_tokens": max_tokens}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
+        if batch < 0:
+            raise ValueError(f"batch: expected a number not below 0, got {batch}")
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise ValueError(f"dtype: expected float32, bfloat16, float16 or float64, got {dtype}")
+        if rope is not None and rope.rotary_dim > head_dim:
+            raise ValueError(f"rope: expected rotary_dim up to head_dim = {head_dim}, got {rope.rotary_dim}")
         left, right = window
         if right is None or right > 0:
             raise ValueError(f"window: expected a causal one, whose right bound is 0 or less, got {window}")
-        if left is None and max_tokens is None:
-            raise ValueError("max_tokens: expected a number where the window is unbounded, got None")
-        # A negative left bound asks for keys that have not come yet; there is still a slot to write to.
-        needed = None if left is None else max(left, 0) + new_tokens
-        self.slots = min(bound for bound in (needed, max_tokens) if bound is not None)
         ends = (max_tokens, None if rope is None else rope.max_positions)
         self.max_tokens = min((end for end in ends if end is not None), default=None)
+        if left is None and self.max_tokens is None:
+            raise ValueError("max_tokens: expected a number where neither window nor rope has an end, got None")
+        # A negative left bound asks for keys that have not come yet; there is still a slot to write to.
+        needed = None if left is None else max(left, 0) + new_tokens
+        self.slots = min(bound for bound in (needed, self.max_tokens) if bound is not None)
         self.window, self.new_tokens, self.rope = window, new_tokens, rope
         # One slot more than are used takes what is not to be kept, so that nobody has to wait for the lengths.
         self._keys, self._values = (
@@ -97,7 +108,7 @@ class WindowCache:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been appended to any sequence."""
+        """Whether no sequence has any token; on a GPU, only whether that is known without waiting."""
         return self._longest == 0
 
     @property
@@ -119,17 +130,14 @@ class WindowCache:
             ValueError: shapes do not fit the cache.
             IndexError: a sequence becomes longer than ``max_tokens`` or the table of ``rope``.
         """
-        count = k.shape[2] if k.dim() == 4 else 0
-        for name, tensor, stored in (("k", k, self._keys), ("v", v, self._values)):
-            expected = (*stored.shape[:2], count, stored.shape[3])
-            if tensor.shape != expected:
-                raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-        if counts is not None and (counts.shape != self.lengths.shape or counts.dtype != torch.int64):
-            batch = self.lengths.shape[0]
-            raise ValueError(f"counts: expected int64 of shape [{batch}], got {counts.dtype} of {list(counts.shape)}")
+        self._check_new(k, v, counts)
+        count = k.shape[2]
         ends = self.lengths + (count if counts is None else counts)
-        self._check_end(ends, count)
+        self._note_longest(ends, self._longest + count)
         positions = self.lengths[:, None] + torch.arange(count, device=ends.device)
+        if counts is None and count > self.slots:
+            # The rest would be rotated and moved for nothing.
+            k, v, positions = k[:, :, -self.slots :], v[:, :, -self.slots :], positions[:, -self.slots :]
         kept = (positions < ends[:, None]) & (positions >= ends[:, None] - self.slots)
         if self.rope is not None:
             k = self.rope.rotate(k, torch.where(kept, positions, 0), dtype=self._keys.dtype)
@@ -139,14 +147,28 @@ class WindowCache:
             stored.transpose(1, 2)[rows, slots] = tensor.transpose(1, 2).to(stored.dtype)
         self.lengths = ends
 
-    def _check_end(self, ends: Tensor, count: int) -> None:
-        longest = self._longest + count
-        if self.max_tokens is not None and longest > self.max_tokens:
-            # Only now is it worth waiting for what may be less than the bound.
-            longest = int(ends.max()) if ends.numel() else 0
-            if longest > self.max_tokens:
-                raise IndexError(f"k: expected sequences of up to {self.max_tokens} tokens, got {longest}")
-        self._longest = longest
+    def _check_new(self, k: Tensor, v: Tensor, counts: Tensor | None) -> None:
+        count = k.shape[2] if isinstance(k, Tensor) and k.dim() == 4 else 0
+        for name, tensor, stored in (("k", k, self._keys), ("v", v, self._values)):
+            expected = (*stored.shape[:2], count, stored.shape[3])
+            if not isinstance(tensor, Tensor) or tensor.shape != expected or not tensor.is_floating_point():
+                got = f"{tensor.dtype} of {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)
+                raise ValueError(f"{name}: expected floating point of shape {list(expected)}, got {got}")
+        if counts is None:
+            return
+        if not isinstance(counts, Tensor) or counts.shape != self.lengths.shape or counts.dtype != torch.int64:
+            got = f"{counts.dtype} of {list(counts.shape)}" if isinstance(counts, Tensor) else repr(counts)
+            raise ValueError(f"counts: expected int64 of shape [{self.lengths.shape[0]}], got {got}")
+        if _is_readable(counts) and not bool(((counts >= 0) & (counts <= count)).all()):
+            raise ValueError(f"counts: expected 0 to {count}, the number of tokens that came, got {counts.tolist()}")
+
+    def _note_longest(self, lengths: Tensor, bound: int) -> None:
+        """Keeps the longest length in mind, or a bound of it where it would have to be waited for."""
+        if _is_readable(lengths) or (self.max_tokens is not None and bound > self.max_tokens):
+            bound = int(lengths.max()) if lengths.numel() else 0
+        if self.max_tokens is not None and bound > self.max_tokens:
+            raise IndexError(f"k: expected sequences of up to {self.max_tokens} tokens, got {bound}")
+        self._longest = bound
 
     def attend(
         self, q: Tensor, *, sink: Tensor | None = None, softcap: float | None = None, scale: float | None = None
@@ -179,18 +201,43 @@ class WindowCache:
         )
 
     def reset(self, rows: Tensor | None = None) -> None:
-        """Forgets all sequences, or those of the int64 indices ``rows``, whose places others can take then."""
+        """Forgets all sequences, or some, whose places others can take then.
+
+        Args:
+            rows: int64 ``[n]``, indices of sequences. Default: all.
+
+        Raises:
+            ValueError: ``rows`` is something else.
+        """
         if rows is None:
             self.lengths = torch.zeros_like(self.lengths)
             self._longest = 0
-        else:
-            self.lengths = self.lengths.index_fill(0, rows, 0)
+            return
+        _check_rows(rows)
+        self.lengths = self.lengths.index_fill(0, rows, 0)
+        self._note_longest(self.lengths, self._longest)
 
     def reorder(self, rows: Tensor) -> None:
         """Sequence ``i`` becomes a copy of sequence ``rows[i]``, as beam search needs it.
 
         Args:
-            rows: int64, any number of indices of sequences; the batch becomes as large.
+            rows: int64 ``[n]``, indices of sequences; the batch becomes ``n``.
+
+        Raises:
+            ValueError: ``rows`` is something else.
         """
+        _check_rows(rows)
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
         self.lengths = self.lengths.index_select(0, rows)
+        self._note_longest(self.lengths, self._longest)
+
+
+def _check_rows(rows: Tensor) -> None:
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+        got = f"{rows.dtype} of {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
+        raise ValueError(f"rows: expected int64 of shape [n], got {got}")
+
+
+def _is_readable(values: Tensor) -> bool:
+    # Of a traced or a GPU tensor one would have to wait for them.
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()

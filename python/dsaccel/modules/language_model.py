@@ -95,10 +95,13 @@ class SlidingWindowLM(nn.Module):
 
         Raises:
             IndexError: ``N`` exceeds ``max_positions``, or a token is outside the vocabulary.
+            ValueError: the caches are not one for each layer, or take no ``N`` tokens at once.
         """
         x = self.embed(tokens)
-        for block, cache in zip(self.blocks, caches or len(self.blocks) * (None,), strict=True):
-            x = block(x, cache)
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(f"caches: expected one for each of {len(self.blocks)} layers, got {len(caches)}")
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if caches is None else caches[index])
         return F.linear(self.norm(x), self.embed.weight)
 
     def new_caches(self, batch: int, *, new_tokens: int = 1, dtype: torch.dtype | None = None) -> list[WindowCache]:
@@ -118,7 +121,7 @@ class SlidingWindowLM(nn.Module):
 
         Args:
             tokens: shape ``[B, N]``, int64, ``N`` at least 1.
-            count: how many tokens to add.
+            count: how many tokens to add, 0 or more.
             temperature: below 1 prefers the likely; 0 takes the likeliest. Default: 1.
             generator: source of randomness. Default: torch's own.
 
@@ -130,6 +133,8 @@ class SlidingWindowLM(nn.Module):
         """
         if not temperature >= 0:
             raise ValueError(f"temperature: expected a number not below 0, got {temperature}")
+        if count < 0:
+            raise ValueError(f"count: expected a number not below 0, got {count}")
         if tokens.dim() != 2 or tokens.shape[1] < 1:
             raise ValueError(f"tokens: expected shape [B, N] with N at least 1, got {list(tokens.shape)}")
         context, steps_left = min(self.reach, self.max_positions), 0
