@@ -65,6 +65,13 @@ def why_no_triton(device: torch.device) -> str | None:
     return f"the tensors are on {device}"
 
 
+def why_not_unasked(device: torch.device) -> str | None:
+    """The reason why automatic choice passes by Triton's kernels, where they could run, for tensors of ``device``."""
+    if device.type == "cpu" and _TRITON_INTERPRETS:
+        return "on cpu Triton runs in its interpreter, which is for tests and serves only where it is asked for"
+    return None
+
+
 def load_compiled() -> None:
     """Imports ``dskernels._C``, which registers the compiled kernels; keeps the reason where that is not possible.
 

@@ -33,11 +33,13 @@ class Backend:
         name: one of `BACKENDS`.
         refuses: the reason why it cannot serve a call, or None if it can.
         run: computes a call.
+        unasked: the reason why automatic choice passes it by although it could serve the call, or None.
     """
 
     name: str
     refuses: Callable[[Any], str | None]
     run: Callable[[Any], Any]
+    unasked: Callable[[Any], str | None] = lambda call: None
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ class Operator:
         """
         name, origin = _requested(backend)
         if name is not None:
-            reason = self._refusal(name, call)
+            reason = self._refusal(name, call, asked=True)
             if reason is not None:
                 raise RuntimeError(
                     f"{self.name}: backend '{name}' (chosen by {origin}) cannot serve this call: {reason}"
                 )
             return self.find(name)
         for candidate in self.backends:
-            reason = candidate.refuses(call)
+            reason = candidate.refuses(call) or candidate.unasked(call)
             if reason is None:
                 return candidate
             # Dynamo cannot trace a logger, and a traced call is chosen for once, not once a call.
@@ -85,7 +87,7 @@ class Operator:
     def explain(self, call: Any, backend: str | None) -> Explanation:
         """What `choose` does with the same arguments, with the reasons of every backend."""
         name, origin = _requested(backend)
-        refusals = {candidate: self._refusal(candidate, call) for candidate in BACKENDS}
+        refusals = {b: self._refusal(b, call, asked=name is not None) for b in BACKENDS}
         wanted = [b.name for b in self.backends] if name is None else [name]
         chosen = next((b for b in wanted if refusals[b] is None), None)
         return Explanation(self.name, chosen, origin, refusals)
@@ -94,10 +96,10 @@ class Operator:
         """The implementation for backend ``name``; `choose` is what checks that there is one."""
         return next(candidate for candidate in self.backends if candidate.name == name)
 
-    def _refusal(self, name: str, call: Any) -> str | None:
+    def _refusal(self, name: str, call: Any, *, asked: bool) -> str | None:
         for candidate in self.backends:
             if candidate.name == name:
-                return candidate.refuses(call)
+                return candidate.refuses(call) or (None if asked else candidate.unasked(call))
         return f"{self.name} has no '{name}' implementation"
 
 
@@ -109,7 +111,8 @@ class Explanation:
         operator: the operator's name.
         chosen: the backend that serves the call; None if the call raises.
         origin: what the choice rests on: ``"backend="``, ``"use_backend"``, ``"DSKERNELS_BACKEND"`` or ``"automatic"``.
-        refusals: for each backend the reason why it cannot serve the call, or None if it can.
+        refusals: for each backend the reason why it cannot serve the call, or None if it can; where the choice is
+            automatic, also the reason why it is passed by.
     """
 
     operator: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -44,6 +45,24 @@ def test_explicit_choice_never_falls_back() -> None:
         served_by(2, "triton")
     with pytest.raises(ValueError, match="backend: expected one of cpu, cuda, triton, reference, got 'gpu'"):
         served_by(2, "gpu")
+
+
+def test_automatic_choice_passes_by_what_serves_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator = Backend("cuda", lambda x: "odd" if x % 2 else None, lambda x: "cuda", lambda x: "an emulator")
+    operator = dataclasses.replace(ADD, backends=(emulator, *ADD.backends[1:]))
+    assert operator.choose(2, None).name == "cpu"
+    automatic = operator.explain(2, None)
+    assert (automatic.chosen, automatic.refusals["cuda"]) == ("cpu", "an emulator")
+    assert operator.explain(3, None).refusals["cuda"] == "odd"
+    assert operator.choose(2, "cuda") is emulator
+    asked = operator.explain(2, "cuda")
+    assert (asked.chosen, asked.refusals["cuda"]) == ("cuda", None)
+    with dk.use_backend("cuda"):
+        assert operator.choose(2, None) is emulator
+    monkeypatch.setattr(_registry, "_environment_choice", "cuda")
+    assert operator.choose(2, None) is emulator
+    with pytest.raises(RuntimeError, match="cannot serve this call: odd"):
+        operator.choose(3, None)
 
 
 def test_use_backend_as_context_and_as_call() -> None:

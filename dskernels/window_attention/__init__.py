@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from dskernels._library import why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention.arguments import WindowAttentionCall, prepare, why_not_cpu, why_not_triton
@@ -120,9 +121,9 @@ def window_attention(
         RuntimeError: the backend that was asked for cannot serve the call.
 
     Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
-    (everything, any device, dense; differentiable twice). ``triton`` serves CUDA tensors, and those on the CPU where
-    its interpreter is on (``TRITON_INTERPRET=1``); it rounds rotated queries and keys of half precision to their dtype,
-    as tensor cores take them. Under autocast q, k and v are cast to the autocast dtype.
+    (everything, any device, dense; differentiable twice). ``triton`` serves CUDA tensors, and, where it is asked for,
+    those on the CPU in its interpreter (``TRITON_INTERPRET=1``); it rounds rotated queries and keys of half precision
+    to their dtype, as tensor cores take them. Under autocast q, k and v are cast to the autocast dtype.
 
     Sources: the window of Beltagy et al., "Longformer", 2020, section 3.1; the softmax and its backward as in Dao,
     "FlashAttention-2", 2023, section 2.3; the rotation of Su et al., "RoFormer", 2021, equation 34; the cap of the
@@ -155,6 +156,10 @@ def _triton_refuses(call: WindowAttentionCall) -> str | None:
     return why_not_triton(call.q, call.v)
 
 
+def _triton_unasked(call: WindowAttentionCall) -> str | None:
+    return why_not_unasked(call.q.device)
+
+
 def _example() -> tuple[list[Tensor], dict[str, Any]]:
     tensors = [torch.randn(shape) for shape in ((2, 4, 150, 40), (2, 2, 167, 40), (2, 2, 167, 24))]
     return tensors, {"window": (37, 4), "rope": rope_table(40, 167, rotary_dim=32)}
@@ -166,7 +171,7 @@ _operator = register(
         prepare=prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: forward_op(*call)),
-            Backend("triton", _triton_refuses, lambda call: triton_forward_op(*call)),
+            Backend("triton", _triton_refuses, lambda call: triton_forward_op(*call), _triton_unasked),
             Backend("reference", lambda call: None, lambda call: window_attention_reference(*call)),
         ),
         example=_example,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dskernels._checks import is_readable, shape_of, wrong_type, wrong_value
-from dskernels._library import cast_for_autocast
+from dskernels._library import cast_for_autocast, why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention.arguments import (
@@ -23,9 +23,11 @@ from dskernels.window_attention.arguments import (
     checked_softcap,
     checked_window,
     why_not_cpu,
+    why_not_triton,
 )
 from dskernels.window_attention.decode_reference import check_lengths, window_attention_decode_reference
 from dskernels.window_attention.decode_schema import decode_op
+from dskernels.window_attention.triton_schema import triton_decode_op
 
 
 class DecodeCall(NamedTuple):
@@ -146,10 +148,11 @@ def window_attention_decode(
             look at values beforehand, a length does not fit cache or table.
         NotImplementedError: a gradient is asked for, other than of the reference.
 
-    Backends: ``cpu`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference`` (everything, any device,
-    dense). Lengths on a GPU are not looked at, nor under ``torch.func.vmap``: a cache that is too small gives wrong
-    results there without an error.
-    Under autocast q is cast to the autocast dtype, the caches are not.
+    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
+    (everything, any device, dense). ``triton`` is as in `window_attention`, and computes in float32 where queries and
+    cache are of different dtypes. Lengths on a GPU are not looked at, nor under ``torch.func.vmap``: there, a cache
+    that is too small gives wrong results without an error, and a position outside the table NaN. Under autocast q is
+    cast to the autocast dtype, the caches are not.
 
     Sources: as for `window_attention`; the rolling cache is that of Jiang et al., "Mistral 7B", 2023, section 2; the
     parts of a long window are joined as in Dao et al., "Flash-Decoding", 2023.
@@ -234,10 +237,21 @@ def _check_lengths_tensor(lengths: Tensor, q: Tensor) -> None:
 
 
 def _cpu_refuses(call: DecodeCall) -> str | None:
-    missing = why_not_cpu("window_attention_decode", call.q, call.v_cache)
-    if missing is None and call.k_cache.dtype == torch.float64:
+    return why_not_cpu("window_attention_decode", call.q, call.v_cache) or _why_not_cache(call)
+
+
+def _triton_refuses(call: DecodeCall) -> str | None:
+    return why_not_triton(call.q, call.v_cache) or _why_not_cache(call)
+
+
+def _triton_unasked(call: DecodeCall) -> str | None:
+    return why_not_unasked(call.q.device)
+
+
+def _why_not_cache(call: DecodeCall) -> str | None:
+    if call.k_cache.dtype == torch.float64:
         return "the kernel takes caches of float32, bfloat16 and float16, not torch.float64"
-    return missing
+    return None
 
 
 def _example() -> tuple[list[Tensor], dict[str, Any]]:
@@ -252,6 +266,7 @@ _operator = register(
         prepare=_prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: decode_op(*call)),
+            Backend("triton", _triton_refuses, lambda call: triton_decode_op(*call), _triton_unasked),
             Backend("reference", lambda call: None, lambda call: window_attention_decode_reference(*call)),
         ),
         example=_example,

@@ -18,30 +18,31 @@ from dskernels.window_attention.batching import fold_into_batch
 from dskernels.window_attention.decode_reference import window_attention_decode_reference
 from dskernels.window_attention.schema import count_seen_pairs
 
-decode_op = define(
-    "window_attention_decode",
+FORWARD = (
     "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_lengths, Tensor? cos, Tensor? sin, Tensor? sink, "
     "SymInt? left, SymInt? right, float scale, float softcap, bool interleaved, bool keys_rotated)"
-    " -> (Tensor out, Tensor lse)",
+    " -> (Tensor out, Tensor lse)"
 )
+
+decode_op = define("window_attention_decode", FORWARD)
 
 LIBRARY.impl("window_attention_decode", window_attention_decode_reference, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake(decode_op, lib=LIBRARY)
-def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def forward_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty_in_layout_of(q, (*q.shape[:3], v_cache.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype)
 
 
-def _no_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+def no_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
     raise NotImplementedError(
         "window_attention_decode: a cache has no gradient; window_attention over the whole sequence has, and so has "
         'backend="reference"'
     )
 
 
-register_gradient(decode_op, _no_backward, vmap=fold_into_batch, autocasts=1, lib=LIBRARY)
+register_gradient(decode_op, no_backward, vmap=fold_into_batch, autocasts=1, lib=LIBRARY)
 
 
 def _autocast(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -57,7 +58,8 @@ for _key in ("AutocastCPU", "AutocastCUDA"):
 
 
 @register_flop_formula(torch.ops.dskernels.window_attention_decode, get_raw=True)
-def _flop(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor, *options: Any, **_: Any) -> int:
+def forward_flop(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor, *options: Any, **_: Any) -> int:
+    """Operations of a call; the Triton operator shares it."""
     _cos, _sin, _sink, left, right, *_rest = options
     # Lengths that are no numbers yet are taken to fill the cache.
     unknown = isinstance(cache_lengths, FakeTensor) or cache_lengths.is_meta

@@ -15,26 +15,30 @@ from torch import Tensor
 from dskernels._library import empty_in_layout_of
 from dskernels.window_attention.triton_common import (
     LOG2E,
+    Problem,
     head_of,
     keys_seen,
     load_tile,
     narrowed,
     on_device_of,
-    padded,
+    sequence_of,
     store_tile,
     strides_of,
     tanh,
-    tile_for,
+    tile_count,
+    window_of,
 )
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "start", "stop"])
+@triton.jit(do_not_specialize=["tiles", "sequences", "queries", "keys", "start", "stop"])
 def _window_attention_fwd_kernel(
     q,
     k,
     v,
     bias,
     sink,
+    offsets_q,
+    offsets_k,
     out,
     lse,
     q_strides,
@@ -42,6 +46,8 @@ def _window_attention_fwd_kernel(
     v_strides,
     bias_strides,
     out_strides,
+    tiles,
+    sequences,
     heads,
     queries,
     keys,
@@ -59,16 +65,22 @@ def _window_attention_fwd_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """``out`` and ``lse`` of one tile of queries of one head."""
-    tiles = tl.cdiv(queries, BLOCK_M)
     tile, batch, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads
+    all_queries, q_begin, k_begin = queries, 0, 0
+    if offsets_q is not None:
+        tile, q_begin, queries, k_begin, keys, past_end = sequence_of(
+            tile, offsets_q, offsets_k, sequences, queries, keys, BLOCK_M
+        )
+        start, stop = window_of(queries, keys, start, stop)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < queries
     columns, value_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     width, value_width = (columns < D)[None, :], (value_columns < DV)[None, :]
     own_low, own_high = keys_seen(rows, rows, keys, start, stop)
     live = inside & (own_low < own_high)
-    q_tile = load_tile(head_of(q, q_strides, batch, head), q_strides, rows, columns, live[:, None] & width)
-    k_head, v_head = head_of(k, k_strides, batch, head // GROUP), head_of(v, v_strides, batch, head // GROUP)
+    q_tile = load_tile(head_of(q, q_strides, batch, head, q_begin), q_strides, rows, columns, live[:, None] & width)
+    k_head = head_of(k, k_strides, batch, head // GROUP, k_begin)
+    v_head = head_of(v, v_strides, batch, head // GROUP, k_begin)
     if bias is not None:
         bias_head = head_of(bias, bias_strides, batch, head)
 
@@ -77,6 +89,8 @@ def _window_attention_fwd_kernel(
     if sink is not None:
         # One more score, of a key without a value.
         logit = tl.load(sink + head)
+        if offsets_q is not None:
+            logit = tl.where(past_end, float("-inf"), logit)
         largest = tl.zeros([BLOCK_M], tl.float32) + logit
         total += tl.where(logit == float("-inf"), 0.0, 1.0)
     accumulator = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -110,10 +124,50 @@ def _window_attention_fwd_kernel(
     total = tl.where(nothing, 1.0, total)
     # A blind row meets the values of its neighbours in the product, which may be NaN, with weights of 0.
     result = tl.where((live & ~nothing)[:, None], accumulator / total[:, None], 0.0)
-    out_head = head_of(out, out_strides, batch, head)
+    out_head = head_of(out, out_strides, batch, head, q_begin)
     store_tile(out_head, out_strides, rows, value_columns, inside[:, None] & value_width, result)
-    at = (batch * heads + head).to(tl.int64) * queries + rows
+    at = (batch * heads + head).to(tl.int64) * all_queries + q_begin + rows
     tl.store(lse + at, tl.where(nothing, float("-inf"), largest + tl.log(total)), mask=inside)
+
+
+def launch_forward(
+    x: Problem, sink: Tensor | None, out: Tensor, lse: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Fills ``out`` and ``lse``, and returns them."""
+    batch, heads, queries, _ = x.q.shape
+    tile = x.tile("forward")
+    tiles = tile_count(queries, x.offsets_q, tile.queries)
+    _window_attention_fwd_kernel[(batch * heads * tiles,)](
+        x.q,
+        x.k,
+        x.v,
+        x.bias,
+        sink,
+        x.offsets_q,
+        x.offsets_k,
+        out,
+        lse,
+        x.q.stride(),
+        x.k.stride(),
+        x.v.stride(),
+        strides_of(x.bias),
+        out.stride(),
+        tiles,
+        x.sequences,
+        heads,
+        queries,
+        x.k.shape[2],
+        x.start,
+        x.stop,
+        scale,
+        softcap,
+        **x.constants(softcap),
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out, lse
 
 
 def window_attention_triton(
@@ -133,44 +187,11 @@ def window_attention_triton(
     interleaved: bool,
 ) -> tuple[Tensor, Tensor]:
     """``out`` and ``lse`` of `dskernels.window_attention`."""
-    batch, heads, queries, width = q.shape
-    value_width = v.shape[3]
-    out = empty_in_layout_of(q, (batch, heads, queries, value_width))
+    batch, heads, queries, _ = q.shape
+    out = empty_in_layout_of(q, (batch, heads, queries, v.shape[3]))
     lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
     if lse.numel() == 0:
         return out, lse
-    tile = tile_for("forward", q.dtype, max(width, value_width))
     with on_device_of(q):
         x = narrowed(q, k, v, cos, sin, positions, bias, left, right, query_offset, interleaved)
-        _window_attention_fwd_kernel[(batch * heads * triton.cdiv(queries, tile.queries),)](
-            x.q,
-            x.k,
-            x.v,
-            x.bias,
-            sink,
-            out,
-            lse,
-            x.q.stride(),
-            x.k.stride(),
-            x.v.stride(),
-            strides_of(x.bias),
-            out.stride(),
-            heads,
-            queries,
-            x.k.shape[2],
-            x.start,
-            x.stop,
-            scale,
-            softcap,
-            GROUP=heads // k.shape[1],
-            D=width,
-            DV=value_width,
-            BLOCK_D=padded(width),
-            BLOCK_DV=padded(value_width),
-            CAPPED=softcap != 0,
-            BLOCK_M=tile.queries,
-            BLOCK_N=tile.keys,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-    return out, lse
+        return launch_forward(x, sink, out, lse, scale, softcap)

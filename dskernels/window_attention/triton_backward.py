@@ -16,19 +16,19 @@ from dskernels._library import empty_in_layout_of
 from dskernels.window_attention.triton_common import (
     LOG2E,
     Problem,
-    Tile,
     head_of,
     keys_seen,
     load_tile,
     narrowed,
     on_device_of,
-    padded,
     queries_seeing,
     rotated,
+    sequence_of,
     store_tile,
     strides_of,
     tanh,
-    tile_for,
+    tile_count,
+    window_of,
 )
 
 
@@ -45,7 +45,7 @@ def _weights_and_slope(product, bias, seen, lse, scale, softcap, CAPPED: tl.cons
     return tl.where(seen, tl.exp2((score - lse) * LOG2E), 0.0), slope
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "start", "stop"])
+@triton.jit(do_not_specialize=["tiles", "sequences", "queries", "keys", "start", "stop"])
 def _window_attention_bwd_dq_kernel(
     grad_out,
     grad_lse,
@@ -55,6 +55,8 @@ def _window_attention_bwd_dq_kernel(
     out,
     lse,
     bias,
+    offsets_q,
+    offsets_k,
     delta,
     grad_q,
     grad_bias,
@@ -67,6 +69,8 @@ def _window_attention_bwd_dq_kernel(
     bias_strides,
     grad_q_strides,
     grad_bias_strides,
+    tiles,
+    sequences,
     heads,
     queries,
     keys,
@@ -84,23 +88,30 @@ def _window_attention_bwd_dq_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """The gradient of a tile of queries, theirs of the bias where asked for, and ``delta`` for the next kernel."""
-    tiles = tl.cdiv(queries, BLOCK_M)
     tile, batch, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads
+    all_queries, q_begin, k_begin = queries, 0, 0
+    if offsets_q is not None:
+        tile, q_begin, queries, k_begin, keys, _ = sequence_of(
+            tile, offsets_q, offsets_k, sequences, queries, keys, BLOCK_M
+        )
+        start, stop = window_of(queries, keys, start, stop)
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = rows < queries
     columns, value_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    at = (batch * heads + head).to(tl.int64) * queries + rows
+    at = (batch * heads + head).to(tl.int64) * all_queries + q_begin + rows
     row_lse = tl.load(lse + at, mask=inside, other=float("-inf"))
     own_low, own_high = keys_seen(rows, rows, keys, start, stop)
     live = inside & (own_low < own_high) & (row_lse != float("-inf"))
     row_lse = tl.where(live, row_lse, 0.0)
     width, value_width = (columns < D)[None, :], (value_columns < DV)[None, :]
     live_values = live[:, None] & value_width
-    q_tile = load_tile(head_of(q, q_strides, batch, head), q_strides, rows, columns, live[:, None] & width)
-    do_head, out_head = head_of(grad_out, grad_out_strides, batch, head), head_of(out, out_strides, batch, head)
+    q_tile = load_tile(head_of(q, q_strides, batch, head, q_begin), q_strides, rows, columns, live[:, None] & width)
+    do_head = head_of(grad_out, grad_out_strides, batch, head, q_begin)
+    out_head = head_of(out, out_strides, batch, head, q_begin)
     do_tile = load_tile(do_head, grad_out_strides, rows, value_columns, live_values)
     out_tile = load_tile(out_head, out_strides, rows, value_columns, live_values)
-    k_head, v_head = head_of(k, k_strides, batch, head // GROUP), head_of(v, v_strides, batch, head // GROUP)
+    k_head = head_of(k, k_strides, batch, head // GROUP, k_begin)
+    v_head = head_of(v, v_strides, batch, head // GROUP, k_begin)
     if bias is not None:
         bias_head = head_of(bias, bias_strides, batch, head)
     if grad_bias is not None:
@@ -109,7 +120,8 @@ def _window_attention_bwd_dq_kernel(
     if grad_lse is not None:
         # d lse / d score is P, so its gradient joins where delta leaves.
         lse_at = batch.to(tl.int64) * grad_lse_strides[0] + head.to(tl.int64) * grad_lse_strides[1]
-        row_delta -= tl.load(grad_lse + lse_at + rows.to(tl.int64) * grad_lse_strides[2], mask=live, other=0.0)
+        lse_at += (rows.to(tl.int64) + q_begin) * grad_lse_strides[2]
+        row_delta -= tl.load(grad_lse + lse_at, mask=live, other=0.0)
     tl.store(delta + at, row_delta, mask=inside)
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -137,11 +149,11 @@ def _window_attention_bwd_dq_kernel(
 
     # A blind row meets the keys of its neighbours in the product, which may be NaN, with weights of 0.
     result = tl.where(live[:, None], accumulator * scale, 0.0)
-    grad_q_head = head_of(grad_q, grad_q_strides, batch, head)
+    grad_q_head = head_of(grad_q, grad_q_strides, batch, head, q_begin)
     store_tile(grad_q_head, grad_q_strides, rows, columns, inside[:, None] & width, result)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "start", "stop"])
+@triton.jit(do_not_specialize=["tiles", "sequences", "queries", "keys", "start", "stop"])
 def _window_attention_bwd_dkdv_kernel(
     grad_out,
     q,
@@ -149,6 +161,8 @@ def _window_attention_bwd_dkdv_kernel(
     v,
     lse,
     bias,
+    offsets_q,
+    offsets_k,
     delta,
     grad_k,
     grad_v,
@@ -159,6 +173,8 @@ def _window_attention_bwd_dkdv_kernel(
     bias_strides,
     grad_k_strides,
     grad_v_strides,
+    tiles,
+    sequences,
     key_heads,
     queries,
     keys,
@@ -176,15 +192,21 @@ def _window_attention_bwd_dkdv_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """The gradients of a tile of keys and values, over all query heads of the group; tiles lie as [key, query]."""
-    tiles = tl.cdiv(keys, BLOCK_N)
     tile, batch = tl.program_id(0) % tiles, tl.program_id(0) // tiles // key_heads
     key_head = tl.program_id(0) // tiles % key_heads
+    all_queries, q_begin, k_begin = queries, 0, 0
+    if offsets_q is not None:
+        tile, k_begin, keys, q_begin, queries, _ = sequence_of(
+            tile, offsets_k, offsets_q, sequences, keys, queries, BLOCK_N
+        )
+        start, stop = window_of(queries, keys, start, stop)
     key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     own_low, own_high = queries_seeing(key, key, queries, start, stop)
     wanted = (key < keys) & (own_low < own_high)
     columns, value_columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     width, value_width = (columns < D)[None, :], (value_columns < DV)[None, :]
-    k_head, v_head = head_of(k, k_strides, batch, key_head), head_of(v, v_strides, batch, key_head)
+    k_head = head_of(k, k_strides, batch, key_head, k_begin)
+    v_head = head_of(v, v_strides, batch, key_head, k_begin)
     k_tile = load_tile(k_head, k_strides, key, columns, wanted[:, None] & width)
     v_tile = load_tile(v_head, v_strides, key, value_columns, wanted[:, None] & value_width)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -193,10 +215,11 @@ def _window_attention_bwd_dkdv_kernel(
     low, high = queries_seeing(tile * BLOCK_N, tl.minimum(tile * BLOCK_N + BLOCK_N, keys) - 1, queries, start, stop)
     for member in range(GROUP):
         head = key_head * GROUP + member
-        q_head, do_head = head_of(q, q_strides, batch, head), head_of(grad_out, grad_out_strides, batch, head)
+        q_head = head_of(q, q_strides, batch, head, q_begin)
+        do_head = head_of(grad_out, grad_out_strides, batch, head, q_begin)
         for m in range(low, high, BLOCK_M):
             rows = m + tl.arange(0, BLOCK_M)
-            at = (batch * key_heads * GROUP + head).to(tl.int64) * queries + rows
+            at = (batch * key_heads * GROUP + head).to(tl.int64) * all_queries + q_begin + rows
             live = rows < high
             row_lse = tl.load(lse + at, mask=live, other=0.0)
             row_delta = tl.load(delta + at, mask=live, other=0.0)
@@ -225,17 +248,13 @@ def _window_attention_bwd_dkdv_kernel(
     dk = tl.where(wanted[:, None], dk * scale, 0.0)
     dv = tl.where(wanted[:, None], dv, 0.0)
     inside = (key < keys)[:, None]
-    grad_k_head = head_of(grad_k, grad_k_strides, batch, key_head)
-    grad_v_head = head_of(grad_v, grad_v_strides, batch, key_head)
+    grad_k_head = head_of(grad_k, grad_k_strides, batch, key_head, k_begin)
+    grad_v_head = head_of(grad_v, grad_v_strides, batch, key_head, k_begin)
     store_tile(grad_k_head, grad_k_strides, key, columns, inside & width, dk)
     store_tile(grad_v_head, grad_v_strides, key, value_columns, inside & value_width, dv)
 
 
-def _tile(kernel: str, x: Problem) -> Tile:
-    return tile_for(kernel, x.q.dtype, max(x.q.shape[3], x.v.shape[3]))
-
-
-def _launch_dq(
+def launch_dq(
     x: Problem,
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -243,14 +262,15 @@ def _launch_dq(
     lse: Tensor,
     grad_q: Tensor,
     grad_bias: Tensor | None,
-    options: tuple[float, float],
-    sizes: dict[str, int | bool],
+    scale: float,
+    softcap: float,
 ) -> Tensor:
     """Fills ``grad_q`` and ``grad_bias``, and returns ``delta`` for the other kernel."""
     batch, heads, queries, _ = x.q.shape
     delta = torch.empty_like(lse)
-    tile = _tile("dq", x)
-    _window_attention_bwd_dq_kernel[(batch * heads * triton.cdiv(queries, tile.queries),)](
+    tile = x.tile("dq")
+    tiles = tile_count(queries, x.offsets_q, tile.queries)
+    _window_attention_bwd_dq_kernel[(batch * heads * tiles,)](
         grad_out,
         grad_lse,
         x.q,
@@ -259,6 +279,8 @@ def _launch_dq(
         out,
         lse,
         x.bias,
+        x.offsets_q,
+        x.offsets_k,
         delta,
         grad_q,
         grad_bias,
@@ -271,13 +293,16 @@ def _launch_dq(
         strides_of(x.bias),
         grad_q.stride(),
         strides_of(grad_bias),
+        tiles,
+        x.sequences,
         heads,
         queries,
         x.k.shape[2],
         x.start,
         x.stop,
-        *options,
-        **sizes,
+        scale,
+        softcap,
+        **x.constants(softcap),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,
@@ -286,25 +311,28 @@ def _launch_dq(
     return delta
 
 
-def _launch_dkdv(
+def launch_dkdv(
     x: Problem,
     grad_out: Tensor,
     lse: Tensor,
     delta: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
-    options: tuple[float, float],
-    sizes: dict[str, int | bool],
+    scale: float,
+    softcap: float,
 ) -> None:
     batch, key_heads, keys, _ = x.k.shape
-    tile = _tile("dkdv", x)
-    _window_attention_bwd_dkdv_kernel[(batch * key_heads * triton.cdiv(keys, tile.keys),)](
+    tile = x.tile("dkdv")
+    tiles = tile_count(keys, x.offsets_k, tile.keys)
+    _window_attention_bwd_dkdv_kernel[(batch * key_heads * tiles,)](
         grad_out,
         x.q,
         x.k,
         x.v,
         lse,
         x.bias,
+        x.offsets_q,
+        x.offsets_k,
         delta,
         grad_k,
         grad_v,
@@ -315,13 +343,16 @@ def _launch_dkdv(
         strides_of(x.bias),
         grad_k.stride(),
         grad_v.stride(),
+        tiles,
+        x.sequences,
         key_heads,
         x.q.shape[2],
         keys,
         x.start,
         x.stop,
-        *options,
-        **sizes,
+        scale,
+        softcap,
+        **x.constants(softcap),
         BLOCK_M=tile.queries,
         BLOCK_N=tile.keys,
         num_warps=tile.warps,
@@ -351,18 +382,9 @@ def window_attention_backward_triton(
     bias_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from those of ``out`` and ``lse``, and of the expanded bias where it is needed."""
-    width, value_width = q.shape[3], v.shape[3]
     grad_q, grad_k, grad_v = (empty_in_layout_of(x, x.shape) for x in (q, k, v))
     # Zero where no tile comes by: beyond the window.
     grad_bias = lse.new_zeros((*q.shape[:3], k.shape[2]) if bias_needs_grad else (0,))
-    sizes: dict[str, int | bool] = {
-        "GROUP": q.shape[1] // k.shape[1],
-        "D": width,
-        "DV": value_width,
-        "BLOCK_D": padded(width),
-        "BLOCK_DV": padded(value_width),
-        "CAPPED": softcap != 0,
-    }
     with on_device_of(q):
         x = narrowed(q, k, v, cos, sin, positions, bias, left, right, query_offset, interleaved)
         keys = x.k.shape[2]
@@ -376,9 +398,8 @@ def window_attention_backward_triton(
         # Gradients that are still to be rotated back are kept in float32: they are rounded once, at the end.
         to_q = grad_q if cos is None else torch.empty(q.shape, dtype=torch.float32, device=q.device)
         to_k = seen_grad_k if cos is None else torch.empty(x.k.shape, dtype=torch.float32, device=q.device)
-        options = (scale, softcap)
-        delta = _launch_dq(x, grad_out, grad_lse, out, lse, to_q, seen_grad_bias, options, sizes)
-        _launch_dkdv(x, grad_out, lse, delta, to_k, seen_grad_v, options, sizes)
+        delta = launch_dq(x, grad_out, grad_lse, out, lse, to_q, seen_grad_bias, scale, softcap)
+        launch_dkdv(x, grad_out, lse, delta, to_k, seen_grad_v, scale, softcap)
         if cos is not None and sin is not None:
             table = (cos, sin, positions)
             rotated(to_q, grad_q, *table, query_offset, interleaved, back=True)

@@ -32,8 +32,9 @@ class Tile(NamedTuple):
 
 
 # By kernel, bits of the inputs, and the wider of the two head dimensions, up to the one given. A program fits the 99 KB
-# of shared memory of consumer GPUs (sm_86, sm_89), to which the tests hold it, and compiles for sm_80 without spilling
-# registers. One table instead of a search at run time: that would cost seconds a shape, and change bits between runs.
+# of shared memory of consumer GPUs (sm_86, sm_89) and, without a bias, compiles for sm_80 without spilling registers:
+# the tests hold it to both. One table instead of a search at run time: that would cost seconds a shape, and change bits
+# between runs.
 TILES = {
     "forward": {
         16: {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
@@ -69,9 +70,12 @@ def padded(width: int) -> int:
 
 
 @triton.jit
-def head_of(x, strides, batch, head):
-    """The address of ``x[batch, head]``. Addresses are int64 throughout: a tensor may span more than 2**31 elements."""
-    return x + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+def head_of(x, strides, batch, head, begin=0):
+    """The address of ``x[batch, head, begin]``; ``begin`` is int64, or the number 0.
+
+    Addresses are int64 throughout: a tensor may span more than 2**31 elements.
+    """
+    return x + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + begin * strides[2]
 
 
 @triton.jit
@@ -86,6 +90,56 @@ def store_tile(x_head, strides, rows, columns, mask, values):
     """Stores a tile in the dtype of ``x_head``."""
     at = rows.to(tl.int64)[:, None] * strides[2] + columns.to(tl.int64)[None, :] * strides[3]
     tl.store(x_head + at, values.to(x_head.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _offset_at(offsets, sequence, sequences, tokens):
+    """Where ``sequence`` begins; the rest, past the last offset, ends with the tokens."""
+    at = tl.load(offsets + sequence, mask=sequence <= sequences, other=0).to(tl.int64)
+    # Nobody has looked at offsets on a GPU, which would wait for it: wrong ones stay within the tensors.
+    return tl.where(sequence <= sequences, tl.minimum(tl.maximum(at, 0), tokens), tokens)
+
+
+@triton.jit
+def sequence_of(tile, offsets, others, sequences, tokens, other_tokens, BLOCK: tl.constexpr):
+    """The sequence that a tile of packed tokens belongs to, and what it needs to know of it.
+
+    Sequence s has the tiles from ``offsets[s] // BLOCK + s`` on, which are enough for it and at most one too many. So
+    the number of all tiles follows from the shapes (`tile_count`), the sequence is found by bisection, and nobody has
+    to wait for the lengths, or launch as many tiles for a short sequence as for the longest. The tokens past the last
+    offset are one more sequence, without partners. The same as in vLLM's unified attention (``find_seq_idx``).
+
+    Args:
+        tile: number of the tile among all.
+        offsets: where sequences begin among the tokens that are tiled.
+        others: the same for those that they meet: keys for queries, queries for keys.
+
+    Returns:
+        The tile's number in its sequence; first token (int64) and length of the sequence; the same two of its others,
+        with a length of 0 where the tile has nothing to compute; and whether these are the tokens past the end.
+    """
+    low, high = tl.full([], 0, tl.int32), sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        reached = _offset_at(offsets, middle, sequences, tokens) // BLOCK + middle <= tile
+        low, high = tl.where(reached, middle, low), tl.where(reached, high, middle - 1)
+    begin = _offset_at(offsets, low, sequences, tokens)
+    other_begin = _offset_at(others, low, sequences, other_tokens)
+    length = tl.maximum(_offset_at(offsets, low + 1, sequences, tokens) - begin, 0).to(tl.int32)
+    other_length = tl.maximum(_offset_at(others, low + 1, sequences, other_tokens) - other_begin, 0).to(tl.int32)
+    own_tile = tl.maximum(tile - (begin // BLOCK + low), 0).to(tl.int32)
+    past_end = low == sequences
+    other_length = tl.where(past_end | (own_tile * BLOCK >= length), 0, other_length)
+    return own_tile, begin, length, other_begin, other_length, past_end
+
+
+@triton.jit
+def window_of(queries, keys, start, stop):
+    """The window ``start <= j - p < stop`` of a sequence relative to its queries, as `relative_window` has it."""
+    ahead = (keys - queries).to(tl.int64)
+    start = tl.minimum(tl.maximum(start + ahead, -queries), keys)
+    stop = tl.minimum(tl.maximum(stop + ahead, -queries), keys)
+    return start.to(tl.int32), stop.to(tl.int32)
 
 
 @triton.jit
@@ -118,17 +172,22 @@ def tanh(x):
     return tl.where(tl.abs(x) < 0.25, series, by_exponential)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "sequences", "rows", "partners"])
 def _window_attention_rotate_kernel(
     x,
     y,
     cos,
     sin,
     positions,
+    offsets,
+    partner_offsets,
     x_strides,
     y_strides,
     positions_stride,
+    tiles,
+    sequences,
     rows,
+    partners,
     heads,
     table_rows,
     offset,
@@ -140,12 +199,23 @@ def _window_attention_rotate_kernel(
     BACK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Rotates row ``n`` of ``x`` at position ``n + offset``, or ``positions`` of it, into ``y``; or ``BACK``."""
-    tiles = tl.cdiv(rows, BLOCK_N)
+    """Rotates row ``n`` of ``x`` at position ``n + offset``, or ``positions`` of it, into ``y``; or ``BACK``.
+
+    Packed, the last row of a sequence stands at its last partner: the last query at the last key.
+    """
     tile, batch, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles // heads, tl.program_id(0) // tiles % heads
+    begin = 0
+    if offsets is not None:
+        tile, begin, rows, _, partners, past_end = sequence_of(
+            tile, offsets, partner_offsets, sequences, rows, partners, BLOCK_N
+        )
+        offset = partners - rows
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < rows
     place = (n + offset).to(tl.int64)
+    if offsets is not None:
+        # Past the last offset there is no position. Nobody reads these rows but as gradients, and those are 0.
+        place = tl.where(past_end, 0, place)
     if positions is not None:
         place = tl.load(positions + batch.to(tl.int64) * positions_stride + place, mask=inside, other=0)
     pair = tl.arange(0, BLOCK_HALF)
@@ -160,7 +230,7 @@ def _window_attention_rotate_kernel(
     second = pair * 2 + 1 if INTERLEAVED else pair + HALF
     last = 2 * HALF
     turned = inside[:, None] & (pair < HALF)[None, :]
-    x_head, y_head = head_of(x, x_strides, batch, head), head_of(y, y_strides, batch, head)
+    x_head, y_head = head_of(x, x_strides, batch, head, begin), head_of(y, y_strides, batch, head, begin)
     a = load_tile(x_head, x_strides, n, first, turned).to(tl.float32)
     b = load_tile(x_head, x_strides, n, second, turned).to(tl.float32)
     store_tile(y_head, y_strides, n, first, turned, a * c - b * s)
@@ -184,7 +254,10 @@ def relative_window(queries: int, keys: int, left: int | None, right: int | None
 
 
 class Problem(NamedTuple):
-    """What a pass computes on: the keys that somebody sees, rotated tensors, and the window relative to those keys."""
+    """What a pass computes on: the keys that somebody sees, rotated tensors, and the window relative to those keys.
+
+    Packed sequences are a batch of one, with offsets, and with the window relative to the position of a query.
+    """
 
     q: Tensor
     k: Tensor
@@ -193,6 +266,34 @@ class Problem(NamedTuple):
     first_key: int
     start: int
     stop: int
+    offsets_q: Tensor | None = None
+    offsets_k: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        return 0 if self.offsets_q is None else self.offsets_q.shape[0] - 1
+
+    def tile(self, kernel: str) -> Tile:
+        return tile_for(kernel, self.q.dtype, max(self.q.shape[3], self.v.shape[3]))
+
+    def constants(self, softcap: float) -> dict[str, int | bool]:
+        """What all kernels are compiled for."""
+        width, value_width = self.q.shape[3], self.v.shape[3]
+        return {
+            "GROUP": self.q.shape[1] // self.k.shape[1],
+            "D": width,
+            "DV": value_width,
+            "BLOCK_D": padded(width),
+            "BLOCK_DV": padded(value_width),
+            "CAPPED": softcap != 0,
+        }
+
+
+def tile_count(tokens: int, offsets: Tensor | None, block: int) -> int:
+    """How many tiles ``tokens`` are cut into; packed, as `sequence_of` hands them out."""
+    if offsets is None:
+        return int(triton.cdiv(tokens, block))
+    return tokens // block + offsets.shape[0]
 
 
 def narrowed(
@@ -223,6 +324,14 @@ def narrowed(
     return Problem(q, k, v, bias, low, start - low, stop - low)
 
 
+class Packing(NamedTuple):
+    """Packed sequences, the last token of each standing at the last of its partners."""
+
+    offsets: Tensor
+    partner_offsets: Tensor
+    partners: int
+
+
 def rotated(
     x: Tensor,
     y: Tensor,
@@ -232,23 +341,31 @@ def rotated(
     offset: int,
     interleaved: bool,
     *,
+    packing: Packing | None = None,
     back: bool = False,
 ) -> Tensor:
-    """Writes ``x``, rotated, into ``y`` and returns it."""
+    """Writes ``x``, rotated, into ``y`` and returns it; row n stands at n + ``offset``, or as ``packing`` has it."""
     batch, heads, rows, width = x.shape
     half = cos.shape[1]
     if x.numel() == 0:
         return y
-    _window_attention_rotate_kernel[(batch * heads * triton.cdiv(rows, _ROTATED_ROWS),)](
+    offsets, partner_offsets, partners = (None, None, 0) if packing is None else packing
+    tiles = tile_count(rows, offsets, _ROTATED_ROWS)
+    _window_attention_rotate_kernel[(batch * heads * tiles,)](
         x,
         y,
         cos.contiguous(),
         sin.contiguous(),
         None if positions is None else positions.contiguous(),
+        offsets,
+        partner_offsets,
         x.stride(),
         y.stride(),
         0 if positions is None else positions.shape[1],
+        tiles,
+        0 if offsets is None else offsets.shape[0] - 1,
         rows,
+        partners,
         heads,
         cos.shape[0],
         offset,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dskernels._checks import is_hidden, is_readable, shape_of, wrong_type, wrong_value
-from dskernels._library import cast_for_autocast, why_no_kernel
+from dskernels._library import cast_for_autocast, why_no_kernel, why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention.arguments import (
@@ -21,7 +21,9 @@ from dskernels.window_attention.arguments import (
     checked_softcap,
     checked_window,
     why_not_cpu,
+    why_not_triton,
 )
+from dskernels.window_attention.triton_schema import triton_varlen_forward_op
 from dskernels.window_attention.varlen_reference import window_attention_varlen_reference
 from dskernels.window_attention.varlen_schema import varlen_forward_op
 
@@ -141,9 +143,11 @@ def window_attention_varlen(
         RuntimeError: the backend that was asked for cannot serve the call; or, under ``torch.compile``, which cannot
             look at values beforehand, offsets or positions are wrong.
 
-    Backends: ``cpu`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference`` (everything, any device,
-    a sequence at a time, dense; differentiable twice; not under ``torch.compile`` where a kernel is there to serve).
-    Under autocast q, k and v are cast to the autocast dtype.
+    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
+    (everything, any device, a sequence at a time, dense; differentiable twice; not under ``torch.compile`` where a
+    kernel is there to serve). ``triton`` is as in `window_attention`, and waits for no value: it takes offsets on a GPU
+    as they come. Wrong ones read and write nothing outside the tensors, but what they give is undefined, and a position
+    outside the table gives NaN. Under autocast q, k and v are cast to the autocast dtype.
 
     Sources: as for `window_attention`; the packing is that of Dao, "FlashAttention-2", 2023 (``flash_attn_varlen_func``
     of its implementation).
@@ -258,6 +262,14 @@ def _cpu_refuses(call: VarlenCall) -> str | None:
     return why_not_cpu("window_attention_varlen", call.q, call.v)
 
 
+def _triton_refuses(call: VarlenCall) -> str | None:
+    return why_not_triton(call.q, call.v)
+
+
+def _triton_unasked(call: VarlenCall) -> str | None:
+    return why_not_unasked(call.q.device)
+
+
 def _reference_refuses(call: VarlenCall) -> str | None:
     # The loop over sequences needs their lengths as numbers. Where they are hidden the operator is called, which is the
     # reference only where no kernel took its place.
@@ -290,6 +302,7 @@ _operator = register(
         prepare=_prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: varlen_forward_op(*call)),
+            Backend("triton", _triton_refuses, lambda call: triton_varlen_forward_op(*call), _triton_unasked),
             Backend("reference", _reference_refuses, _run_reference),
         ),
         example=_example,

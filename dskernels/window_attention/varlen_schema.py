@@ -5,6 +5,8 @@ Definition, default (the reference), shapes for tracing, gradient, autocast rule
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,14 +25,14 @@ from dskernels.window_attention.varlen_reference import (
 _TABLES = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? cos, Tensor? sin, Tensor? sink"
 _OPTIONS = "SymInt? left, SymInt? right, float scale, float softcap, bool interleaved"
 
-varlen_forward_op = define(
-    "window_attention_varlen", f"(Tensor q, Tensor k, Tensor v, {_TABLES}, {_OPTIONS}) -> (Tensor out, Tensor lse)"
-)
-varlen_backward_op = define(
-    "window_attention_varlen_backward",
+FORWARD = f"(Tensor q, Tensor k, Tensor v, {_TABLES}, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+BACKWARD = (
     f"(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TABLES}, {_OPTIONS})"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
+
+varlen_forward_op = define("window_attention_varlen", FORWARD)
+varlen_backward_op = define("window_attention_varlen_backward", BACKWARD)
 
 LIBRARY.impl("window_attention_varlen", window_attention_varlen_reference, "CompositeExplicitAutograd")
 LIBRARY.impl(
@@ -39,33 +41,36 @@ LIBRARY.impl(
 
 
 @torch.library.register_fake(varlen_forward_op, lib=LIBRARY)
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((tokens, heads, v.shape[2])), q.new_empty((heads, tokens), dtype=lse_dtype)
 
 
 @torch.library.register_fake(varlen_backward_op, lib=LIBRARY)
-def _backward_fake(
+def backward_fake(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_k, cos, sin, sink, *ctx.options = inputs
     # Most losses do not use lse: its missing gradient stays None, which the kernels skip.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, cos, sin, sink)
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def backward_by(
+    operator: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs of the forward operator, those of q, k and v by backward ``operator``."""
     q, k, v, out, lse, *tables = ctx.saved_tensors
     if grad_out is None and grad_lse is None:
         return (None,) * len(ctx.needs_input_grad)
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = varlen_backward_op(grad_out, grad_lse, q, k, v, out, lse, *tables, *ctx.options)
+    grads = operator(grad_out, grad_lse, q, k, v, out, lse, *tables, *ctx.options)
     wanted = (g if wants else None for g, wants in zip(grads, ctx.needs_input_grad[:3], strict=True))
     grad_sink = None
     if ctx.needs_input_grad[7]:
@@ -75,18 +80,23 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 register_gradient(
-    varlen_forward_op, _backward, setup_context=_save_for_backward, vmap=one_by_one, autocasts=3, lib=LIBRARY
+    varlen_forward_op,
+    functools.partial(backward_by, varlen_backward_op),
+    setup_context=save_for_backward,
+    vmap=one_by_one,
+    autocasts=3,
+    lib=LIBRARY,
 )
 
 
-def _double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
     raise NotImplementedError(
         "window_attention_varlen: the compiled backward cannot be differentiated again; "
         'backend="reference" can be, any number of times'
     )
 
 
-register_gradient(varlen_backward_op, _double_backward, vmap=one_by_one, lib=LIBRARY)
+register_gradient(varlen_backward_op, double_backward, vmap=one_by_one, lib=LIBRARY)
 
 
 def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -114,15 +124,16 @@ def _attention_flop(
 
 
 @register_flop_formula(torch.ops.dskernels.window_attention_varlen, get_raw=True)
-def _forward_flop(
+def forward_flop(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *options: Any, **_: Any
 ) -> int:
+    """Operations of the forward; the Triton operators share it."""
     _cos, _sin, _sink, left, right, *_rest = options
     return _attention_flop(q, k, cu_seqlens_q, cu_seqlens_k, left, right, q.shape[2] + v.shape[2])
 
 
 @register_flop_formula(torch.ops.dskernels.window_attention_varlen_backward, get_raw=True)
-def _backward_flop(
+def backward_flop(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *options: Any, **_: Any
 ) -> int:
     _out, _lse, cu_seqlens_q, cu_seqlens_k, _cos, _sin, _sink, left, right, *_rest = options

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from window_attention_oracle import NAMES, Options, Rope, expected
+from test_window_attention_decode import CASES as DECODE_CASES
+from test_window_attention_decode import draw, rows_of_full_calls
+from window_attention_oracle import NAMES, Options, Rope, exact, expected, on_rounded_operands
+from window_attention_varlen_oracle import CASES, known
 
 import dskernels as dk
 from dskernels.testing import assert_close_to_reference, random_tensor
@@ -36,9 +40,10 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 @needs_triton
-def test_under_the_interpreter() -> None:
-    """Every case of window_attention_triton_cases.py; Triton must be told before it is imported."""
-    cases = Path(__file__).with_name("window_attention_triton_cases.py")
+@pytest.mark.parametrize("kind", ["", "_varlen", "_decode"], ids=["dense", "packed", "decode"])
+def test_under_the_interpreter(kind: str) -> None:
+    """Every case of window_attention_triton_cases.py and its like; Triton must be told before it is imported."""
+    cases = Path(__file__).with_name(f"window_attention{kind}_triton_cases.py")
     # One thread: the work is Python's, and waking others for small products costs more than they bring.
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases), **environment)
@@ -77,17 +82,24 @@ def test_refuses_the_cpu_without_the_interpreter() -> None:
 class Source:
     """A kernel with the types and constants of a call, as Triton's compiler takes it without a GPU."""
 
-    def __init__(self, kernel, dtype: torch.dtype, constants: dict, optional: bool) -> None:
+    def __init__(
+        self, kernel, dtype: torch.dtype, constants: dict, optional: bool = False, packed: bool = False
+    ) -> None:
         self.kernel, self.signature, self.constants, self.attributes = kernel, {}, {}, {}
         element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+        absent = () if optional else ("bias", "sink", "positions", "grad_bias", "grad_lse")
+        if constants.get("HALF") == 0:
+            absent += ("cos", "sin")
+        if not packed:
+            absent += ("offsets", "partner_offsets", "offsets_q", "offsets_k")
         for index, name in enumerate(kernel.arg_names):
-            self.signature[name] = self._type(index, name, element, constants, optional)
+            self.signature[name] = self._type(index, name, element, constants, absent)
 
-    def _type(self, index: int, name: str, element: str, constants: dict, optional: bool):
+    def _type(self, index: int, name: str, element: str, constants: dict, absent: tuple[str, ...]):
         if name.isupper():
             self.constants[index,] = constants[name]
             return "constexpr"
-        if name in ("bias", "sink", "positions", "grad_bias", "grad_lse") and not optional:
+        if name in absent:
             self.constants[index,] = None
             return "constexpr"
         if name == "grad_lse_strides":
@@ -101,12 +113,14 @@ class Source:
             return "fp32"
         if name.endswith("stride") or name in (
             *("rows", "heads", "key_heads", "table_rows", "offset", "queries", "keys", "start", "stop"),
+            *("tiles", "sequences", "partners", "row_tiles", "splits", "slots", "left", "right"),
         ):
             return "i32"
         self.attributes[index,] = [["tt.divisibility", 16]]
-        if name == "positions":
+        if name in ("positions", "lengths") or "offsets" in name:
             return "*i64"
-        return "*fp32" if name in ("lse", "delta", "cos", "sin", "bias", "sink", "grad_bias", "grad_lse") else element
+        wide = ("lse", "delta", "cos", "sin", "bias", "sink", "grad_bias", "grad_lse")
+        return "*fp32" if name in wide or name.startswith("part_") else element
 
     def compile(self, architecture: int, **options: int):
         import triton
@@ -117,20 +131,35 @@ class Source:
         return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
+def stack_bytes(compiled, folder: Path) -> int:
+    """The local memory of a thread, where registers that do not suffice are spilled."""
+    import triton
+
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sizes = re.findall(r"(?:STACK|LOCAL):(\d+)", report)
+    assert len(sizes) == 2, report
+    return sum(int(size) for size in sizes)
+
+
 COMPILED = [
-    (torch.bfloat16, 64, 64, False),
-    (torch.float16, 40, 72, True),
-    (torch.bfloat16, 256, 256, True),
-    (torch.float32, 128, 128, False),
+    (torch.bfloat16, 64, 64, False, False),
+    (torch.float16, 40, 72, True, False),
+    (torch.bfloat16, 256, 256, True, False),
+    (torch.float32, 128, 128, False, False),
+    (torch.bfloat16, 128, 128, False, True),
+    (torch.float32, 64, 64, False, True),
 ]
 
 
 @needs_triton
 @compiles
 @pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize(("dtype", "dim", "value_dim", "optional"), COMPILED, ids=str)
+@pytest.mark.parametrize(("dtype", "dim", "value_dim", "optional", "packed"), COMPILED, ids=str)
 def test_kernels_compile_and_fit(
-    dtype: torch.dtype, dim: int, value_dim: int, optional: bool, architecture: int, tmp_path, monkeypatch
+    dtype: torch.dtype, dim: int, value_dim: int, optional: bool, packed: bool, architecture: int, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from dskernels.window_attention import triton as forward
@@ -145,23 +174,53 @@ def test_kernels_compile_and_fit(
         tile = tile_for(name, dtype, max(dim, value_dim))
         blocks = {"BLOCK_D": padded(dim), "BLOCK_DV": padded(value_dim)}
         constants = {"GROUP": 4, "D": dim, "DV": value_dim, "CAPPED": optional, **blocks}
-        source = Source(kernel, dtype, {**constants, "BLOCK_M": tile.queries, "BLOCK_N": tile.keys}, optional)
+        constants |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys}
+        source = Source(kernel, dtype, constants, optional, packed)
         compiled = source.compile(architecture, num_warps=tile.warps, num_stages=tile.stages)
         assert compiled.metadata.shared <= SHARED_MEMORY[architecture], name
+        if architecture == 80 and not optional:
+            assert stack_bytes(compiled, tmp_path) == 0, name
         # Half precision runs on the tensor cores, float32 keeps its digits: no tf32.
         assert ("mma" in compiled.asm["ptx"]) == (dtype != torch.float32)
 
 
 @needs_triton
 @compiles
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_compiles(interleaved: bool, tmp_path, monkeypatch) -> None:
+def test_rotation_compiles(interleaved: bool, packed: bool, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from dskernels.window_attention.triton_common import _window_attention_rotate_kernel
 
     constants = {"D": 128, "HALF": 48, "BLOCK_HALF": 64, "BLOCK_TAIL": 32, "BLOCK_N": 32}
     constants |= {"INTERLEAVED": interleaved, "BACK": interleaved}
-    assert Source(_window_attention_rotate_kernel, torch.bfloat16, constants, True).compile(90).asm["cubin"]
+    source = Source(_window_attention_rotate_kernel, torch.bfloat16, constants, not packed, packed)
+    assert source.compile(90).asm["cubin"]
+
+
+@needs_triton
+@compiles
+@pytest.mark.parametrize("turns", [False, True], ids=["plain", "rope"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("dtype", "architecture"), [(torch.bfloat16, 80), (torch.float16, 90), (torch.float32, 80)], ids=str
+)
+def test_decode_compiles_and_fits(
+    dtype: torch.dtype, architecture: int, dim: int, turns: bool, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from dskernels.window_attention import decode_triton
+
+    tile = decode_triton.decode_tile(200, dim, dtype, turns)
+    constants = {"GROUP": 8, "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "HALF": dim // 2 if turns else 0}
+    constants |= {"BLOCK_M": tile.queries, "BLOCK_N": tile.keys, "BLOCK_S": 16, "INTERLEAVED": dim == 64}
+    constants |= {"KEYS_ROTATED": False, "CAPPED": True, "WHOLE": turns}
+    for kernel in (decode_triton._window_attention_decode_kernel, decode_triton._window_attention_decode_join_kernel):
+        source = Source(kernel, dtype, constants, optional=True, packed=False)
+        compiled = source.compile(architecture, num_warps=tile.warps, num_stages=tile.stages)
+        assert compiled.metadata.shared <= SHARED_MEMORY[architecture]
+        if architecture == 80:
+            assert stack_bytes(compiled, tmp_path) == 0
 
 
 @pytest.mark.gpu
@@ -187,6 +246,53 @@ def test_on_a_gpu(window: tuple, dim: int, value_dim: int, rope: Rope | None, dt
             torch.testing.assert_close(result.cpu().double(), right, rtol=0, atol=8 * torch.finfo(dtype).eps)
         else:
             assert_close_to_reference(result.cpu(), right, usual, name)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_packed_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    inputs, grads, right, usual = known(name, dtype)
+    leaves = [x.cuda().requires_grad_() for x in inputs]
+    table = case.table() if case.rope is None else case.table().to("cuda")
+    offsets = [x.cuda() for x in case.offsets(torch.int32)]
+    options = {"window": case.window, "rope": table, "softcap": case.softcap}
+    given = [grads[0].cuda(), grads[1].cuda()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = dk.window_attention_varlen(*leaves[:3], *offsets, sink=leaves[3], **options, return_lse=True)
+        results += torch.autograd.grad(results, leaves[:3], given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for what, result, exactly, usually in zip(NAMES, results, right, usual, strict=False):
+        if what == "lse" and dtype != torch.float32:
+            torch.testing.assert_close(result.cpu().double(), exactly, rtol=0, atol=8 * torch.finfo(dtype).eps)
+        else:
+            assert_close_to_reference(result.cpu(), exactly, usually, what)
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [name for name, case in DECODE_CASES.items() if case.lengths])
+def test_decode_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    case = DECODE_CASES[name]
+    x = draw(case, dtype)
+    right = rows_of_full_calls(exact, case, x)
+    usual = rows_of_full_calls(on_rounded_operands(dtype), case, x)
+    table = case.table() if case.rope is None else case.table().to("cuda")
+    options = {"window": case.window, "rope": table, "keys_rotated": case.keys_rotated, "softcap": case.softcap}
+    tensors = [y.cuda() for y in (x.q, x.k_cache, x.v_cache, x.lengths)]
+    sink = x.sink.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = dk.window_attention_decode(*tensors, sink=sink, **options, return_lse=True, backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for what, result, exactly, usually in zip(("out", "lse"), results, right, usual, strict=True):
+        assert_close_to_reference(result.cpu(), exactly, usually.to(result.dtype), what)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ it rotates by multiplying complex numbers with phases in float64. `plain` is wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -158,6 +159,18 @@ def plain(
     out = (probabilities[..., : k.shape[2]] @ v).masked_fill(blind, 0)
     no_keys = torch.tensor(-torch.inf) if sink is None else sink.to(wide)[:, None]
     return out, torch.where(blind[:, 0], no_keys, softmax_inputs(q_wide, k_wide).logsumexp(-1))
+
+
+def on_rounded_operands(dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`plain` in ``dtype``, to which rotated queries and keys are rounded, as tensor cores take them."""
+
+    def compute(q: Tensor, k: Tensor, v: Tensor, options: Options, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        scale, offset = options.factor(q), options.offset(q, k)
+        q, k = rotated(q, offset, options.rope, options), rotated(k, 0, options.rope, options)
+        unturned = replace(options, rope=None, positions=None, scale=scale)
+        return plain(q.to(dtype), k.to(dtype), v.to(dtype), unturned, sink=sink)
+
+    return compute
 
 
 def _turned(x: Tensor, first_position: int, options: Options) -> Tensor:

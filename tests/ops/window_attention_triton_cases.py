@@ -15,6 +15,9 @@ from torch import Tensor
 from window_attention_oracle import Options, Rope, exact, op, plain, rotated, with_gradients
 
 import dskernels as dk
+from dskernels import _library
+from dskernels.__main__ import _self_test
+from dskernels._registry import registered
 from dskernels.testing import LAYOUTS, assert_close_to_reference, random_tensor
 from dskernels.window_attention.triton_schema import triton_backward_op, triton_forward_op
 
@@ -319,9 +322,31 @@ def test_compile_fullgraph_dynamic() -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_automatic_choice_does_not_take_the_interpreter(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(_library, "_kernels", frozenset())
+    q, offsets = torch.randn(1, 1, 4, 8), torch.tensor([0, 1])
+    calls = ((dk.window_attention, (q, q, q)), (dk.window_attention_varlen, (q[0], q[0], q[0], offsets, offsets)))
+    for function, tensors in calls:
+        automatic = dk.explain(function, *tensors)
+        assert automatic.chosen in ("cpu", "reference")
+        assert "interpreter, which is for tests" in automatic.refusals["triton"]
+        with dk.use_backend("triton"):
+            assert dk.explain(function, *tensors).chosen == "triton"
+
+
+def test_self_test_leaves_the_interpreter_out() -> None:
+    # Its bfloat16 products are wrong, which says nothing about the kernels.
+    for operator in registered():
+        for backend in operator.backends:
+            if backend.name == "triton":
+                assert _self_test(operator, backend, torch.bfloat16).startswith("skipped: on cpu Triton runs in its")
+
+
 def test_refusals() -> None:
     q = torch.randn(1, 1, 4, 8)
-    assert dk.explain(dk.window_attention, q, q, q).refusals["triton"] is None
+    assert dk.explain(dk.window_attention, q, q, q, backend="triton").refusals["triton"] is None
     wide = torch.randn(1, 1, 4, 257)
     with pytest.raises(RuntimeError, match=r"backend 'triton'.*head dimensions go up to 256, got 257"):
         dk.window_attention(wide, wide, wide, backend="triton")
