@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dskernels._checks import wrong_value
+from dskernels.checks import wrong_value
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
 

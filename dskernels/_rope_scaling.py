@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._checks import is_integer, is_number, wrong_type, wrong_value
+from dskernels.checks import is_integer, is_number, wrong_type, wrong_value
 
 
 class Rope(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._checks import is_integer, is_number, is_readable, shape_of, wrong_type, wrong_value
 from dskernels._rope_scaling import Rope, check_scaling, stretched
+from dskernels.checks import is_integer, is_number, is_readable, shape_of, wrong_type, wrong_value
 
 
 class RopeTable(NamedTuple):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._checks import is_integer, is_number, shape_of, wrong_type, wrong_value
 from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
+from dskernels.checks import is_integer, is_number, shape_of, wrong_type, wrong_value
 from dskernels.rope import RopeTable, check_in_table
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

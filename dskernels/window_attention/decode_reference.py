@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dskernels._checks import is_readable, wrong_value
 from dskernels._library import autocast_disabled, to_layout_of
+from dskernels.checks import is_readable, wrong_value
 from dskernels.rope import rotate
 from dskernels.window_attention.reference import (
     Operands,

@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from dskernels._checks import is_hidden, is_readable, shape_of, wrong_type, wrong_value
 from dskernels._library import cast_for_autocast, why_no_kernel, why_not_unasked
 from dskernels._registry import Backend, Operator, register
+from dskernels.checks import is_hidden, is_readable, shape_of, wrong_type, wrong_value
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention.arguments import (
     check_kinds,
