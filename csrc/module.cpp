@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include "common/capability.h"
+#include "common/tensor_table_host.h"
 #include "dskernels_build_info.h"
 
 namespace {
@@ -25,6 +26,21 @@ pybind11::dict build_info() {
   return info;
 }
 
+pybind11::tuple tensor_table(const pybind11::list& tensors, const pybind11::type& tensor_type) {
+  const dskernels::TensorTable table =
+      dskernels::tensor_table(tensors.ptr(), reinterpret_cast<PyTypeObject*>(tensor_type.ptr()));
+  const auto pick = [&](const std::vector<int64_t>& places) {
+    pybind11::list picked(places.size());
+    for (size_t i = 0; i < places.size(); ++i) {
+      PyList_SET_ITEM(picked.ptr(), i, Py_NewRef(PyList_GET_ITEM(tensors.ptr(), places[i])));
+    }
+    return picked;
+  };
+  const auto* bytes = reinterpret_cast<const char*>(table.runs.data());
+  return pybind11::make_tuple(pybind11::bytearray(bytes, table.runs.size() * sizeof(dskernels::Run)),
+                              pick(table.in_table), table.rest);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -40,4 +56,7 @@ PYBIND11_MODULE(_C, m) {
       "The CPU tiers that this build holds and this CPU runs, lowest first.");
   m.def("set_cpu_tier", &dskernels::set_cpu_tier, pybind11::arg("tier"),
         "Puts the calls that follow on a tier of cpu_tiers(), as DSKERNELS_CPU_TIER does at import.");
+  m.def("tensor_table", &tensor_table, pybind11::arg("tensors"), pybind11::arg("tensor_type"),
+        "The memory of a list's tensors as int64 [runs, 4] in bytes, for the table_ operators; these tensors; and the "
+        "places in the list of what has to be taken in another way.");
 }

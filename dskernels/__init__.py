@@ -2,16 +2,20 @@
 
 from dskernels._library import build_info, load_compiled
 from dskernels._registry import explain, use_backend
+from dskernels.clip_and_scale import GradNorm, clip_and_scale_, grad_norm
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention import window_attention, window_attention_decode, window_attention_varlen
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GradNorm",
     "RopeTable",
     "__version__",
     "build_info",
+    "clip_and_scale_",
     "explain",
+    "grad_norm",
     "rope_table",
     "use_backend",
     "window_attention",

@@ -77,10 +77,11 @@ def _self_test(operator: Operator, backend: Backend, dtype: torch.dtype) -> str:
 def _outputs_and_gradients(
     operator: Operator, backend: Backend, tensors: list[Tensor], options: dict[str, Any]
 ) -> list[Tensor]:
-    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    leaves = [tensor.clone().requires_grad_(operator.differentiable) for tensor in tensors]
     outputs = backend.run(operator.prepare(*leaves, **options))
     if not operator.differentiable:
-        return list(outputs)
+        # The inputs, too: an operator may write them.
+        return [*outputs, *leaves]
     # The same weights for every dtype: small integers are exact in all of them.
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randint(-4, 5, out.shape, generator=generator).to(out.dtype) for out in outputs]

@@ -98,6 +98,12 @@ def load_compiled() -> None:
     )
 
 
+def compiled_module() -> ModuleType:
+    """``dskernels._C``, where `why_no_kernel` has found nothing missing."""
+    assert _module is not None
+    return _module
+
+
 def why_no_kernel(name: str, key: str) -> str | None:
     """None if a compiled kernel of operator ``name`` is loaded for dispatch key ``key``, else the reason."""
     if f"{name}/{key}" in _kernels:

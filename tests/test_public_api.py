@@ -11,9 +11,13 @@ import pytest
 import dskernels as dk
 
 SIGNATURES = {
+    "GradNorm": "(total_norm, found_inf)",
     "RopeTable": "(cos, sin, interleaved=False)",
     "build_info": "()",
+    "clip_and_scale_": "(grads, *, max_norm=None, loss_scale=None, norm_type=2.0, error_if_nonfinite=False,"
+    " backend=None)",
     "explain": "(operator, /, *args, backend=None, **kwargs)",
+    "grad_norm": "(grads, *, loss_scale=None, norm_type=2.0, backend=None)",
     "rope_table": "(head_dim, max_positions, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None)",
     "use_backend": "(backend)",
     "window_attention": "(q, k, v, *, window=(None, None), rope=None, positions=None, bias=None, sink=None,"
