@@ -62,12 +62,14 @@ class Competitor:
         title: how tables call it.
         refuses: the reason why it cannot take a problem here, or None.
         prepare: does all that is not part of the work (masks, tables, compilation), outside the timing.
+        allowed_error: relative root mean square error that it may have, where that is more than peers may have.
     """
 
     name: str
     title: str
     refuses: Callable[[Any], str | None]
     prepare: Callable[[Any, Any], Prepared]
+    allowed_error: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

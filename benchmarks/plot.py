@@ -130,7 +130,7 @@ def _finish_bars(
     axes.set_xscale("log")
     # Room for the labels at the ends of the longest bars.
     axes.set_xlim(extent[0], extent[1] * (extent[1] / extent[0]) ** 0.3)
-    axes.set_xlabel("median time of a call (ms, log scale); × is the time over ours, paired by round")
+    axes.set_xlabel("median time of a call (ms, log scale); × is the time over the bar without ×, paired by round")
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)

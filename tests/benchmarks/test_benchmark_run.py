@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.ops.clip_and_scale as clip_cases
+import benchmarks.ops.clip_and_scale_step as step_cases
 import benchmarks.ops.window_attention as cases
 import benchmarks.ops.window_attention_decode as decode_cases
 import benchmarks.ops.window_attention_varlen as varlen_cases
@@ -21,7 +23,9 @@ from benchmarks.run import main
 ROOT = Path(__file__).parents[2]
 # One thread: tiny sizes gain nothing from two, and lose much where other tests run beside them.
 QUICK = ["--quick", "--threads", "1", "--repeats", "2"]
-each_op_but_the_first = pytest.mark.parametrize("op", [decode_cases, varlen_cases], ids=["decode", "varlen"])
+each_op_but_the_first = pytest.mark.parametrize(
+    "op", [decode_cases, varlen_cases, clip_cases, step_cases], ids=["decode", "varlen", "clip", "step"]
+)
 
 
 def _run(tmp_path, *arguments, op=cases):
@@ -52,12 +56,18 @@ def _wrong_positions(original, problem, inputs):
     return original(problem, inputs._replace(cache_lengths=inputs.cache_lengths - 3))
 
 
+def _half_the_threshold(original, problem, inputs):
+    return original(problem, inputs._replace(thresholds=tuple(norm / 2 for norm in inputs.thresholds)))
+
+
 def test_list_names_cases_targets_and_lanes(capsys):
     assert main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert "forward-fp32 " in listed
     assert "targets: flex ≥ 4, sdpa_mask ≥ 18, sgemm ≥ 0.95" in listed
     assert "lanes: dskernels, flex, sdpa_mask" in listed
+    assert "clip_and_scale  tiny-fp32 " in listed
+    assert "targets: unscale_clip ≥ 50" in listed
     assert main(["--list", "--dtype", "bf16", "--device", "cpu"]) == 0
     assert "fp32" not in capsys.readouterr().out
 
@@ -158,8 +168,17 @@ def test_broken_gradient_is_caught(tmp_path, monkeypatch):
         (varlen_cases, "padded", "packed-forward-fp32", _one_key_too_many, "out: relative root"),
         (varlen_cases, "sdpa_mask", "packed-forward-fp32", _one_key_too_many, "out: relative root"),
         (varlen_cases, "padded", "packed-forward-backward-fp32", _wrong_last_gradient, "grad_v: relative root"),
+        (clip_cases, OURS, "tiny-bf16", _half_the_threshold, "grads: largest error"),
+        (clip_cases, "flat", "small-fp32", _half_the_threshold, "grads: relative root"),
+        (clip_cases, "unscale_clip", "large-fp16", _half_the_threshold, "grads: relative root"),
+        (step_cases, OURS, "small-fp32", _half_the_threshold, "exp_avg: largest error"),
+        (step_cases, "unscale_clip", "tiny-fp32", _half_the_threshold, "exp_avg: relative root"),
+        (step_cases, OURS, "training-fp32", _wrong_last_gradient, "total_norm: largest error"),
     ],
-    ids=["decode", "sdpa", "sdpa_bf16", "varlen", "padded", "padded_sdpa", "padded_gradient"],
+    ids=[
+        *("decode", "sdpa", "sdpa_bf16", "varlen", "padded", "padded_sdpa", "padded_gradient"),
+        *("clip", "flat", "unscale_clip", "step", "unscale_clip_step", "training"),
+    ],
 )
 def test_other_work_is_caught_in_every_op(tmp_path, monkeypatch, op, name, case, fault, reason):
     _replace_competitor(monkeypatch, name, fault, op)
