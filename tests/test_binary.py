@@ -123,7 +123,7 @@ class TestTierObject:
         if tier == "DEFAULT":
             assert not any(VECTOR.match(text) for text in code)
         else:
-            assert any(re.match(r"vfn?m(add|sub)\d+ps", text) and REGISTERS[tier] in text for text in code)
+            assert any(re.match(r"vfn?m(add|sub)\d+p[sd]", text) and REGISTERS[tier] in text for text in code)
         if tier == "AVX2":
             assert not any("%zmm" in text or re.search(r"\{%k\d\}", text) for text in code)
 
