@@ -1,4 +1,4 @@
-"""Window attention in Triton: the forward pass.
+"""Window attention in Triton: the kernel of the forward pass.
 
 Forward and backward follow Dao, "FlashAttention-2", 2023, section 2.3, with both loops bounded by the window: a tile of
 queries visits the keys that one of its rows sees and no other, a tile of keys the queries that see one of its keys.
@@ -7,20 +7,16 @@ No atomics: every result is written by one program, in one order.
 # Triton reads annotations, as objects: no `from __future__ import annotations` here, and few on what it compiles.
 # mypy: disable-error-code="no-untyped-def"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dskernels._library import empty_in_layout_of
 from dskernels.window_attention.triton_common import (
     LOG2E,
     Problem,
     head_of,
     keys_seen,
     load_tile,
-    narrowed,
-    on_device_of,
     sequence_of,
     store_tile,
     strides_of,
@@ -168,30 +164,3 @@ def launch_forward(
         num_stages=tile.stages,
     )
     return out, lse
-
-
-def window_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-    bias: Tensor | None,
-    sink: Tensor | None,
-    left: int | None,
-    right: int | None,
-    query_offset: int,
-    scale: float,
-    softcap: float,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor]:
-    """``out`` and ``lse`` of `dskernels.window_attention`."""
-    batch, heads, queries, _ = q.shape
-    out = empty_in_layout_of(q, (batch, heads, queries, v.shape[3]))
-    lse = q.new_empty((batch, heads, queries), dtype=torch.float32)
-    if lse.numel() == 0:
-        return out, lse
-    with on_device_of(q):
-        x = narrowed(q, k, v, cos, sin, positions, bias, left, right, query_offset, interleaved)
-        return launch_forward(x, sink, out, lse, scale, softcap)

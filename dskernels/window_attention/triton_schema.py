@@ -26,13 +26,13 @@ triton_decode_op = define_triton("window_attention_decode", decode_schema.FORWAR
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    from dskernels.window_attention.triton import window_attention_triton
+    from dskernels.window_attention.dense_triton import window_attention_triton
 
     return window_attention_triton(*arguments)
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from dskernels.window_attention.triton_backward import window_attention_backward_triton
+    from dskernels.window_attention.dense_triton import window_attention_backward_triton
 
     return window_attention_backward_triton(*arguments)
 
