@@ -14,9 +14,37 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from dskernels._library import cast_for_autocast
+from dskernels._library import autocast_disabled, cast_for_autocast
 
 VmapRule = Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]]
+
+
+def register_autocast(operator: torch._ops.OpOverload, casts: int, lib: torch.library.Library) -> None:
+    """Under autocast the first ``casts`` arguments of ``operator`` are cast to its dtype.
+
+    The rest is not: tables of half precision could not tell late positions apart, and to cast caches would read and
+    write all of them at every step.
+    """
+
+    def rule(*arguments: Any) -> Any:
+        cast = cast_for_autocast(*arguments[:casts])
+        with autocast_disabled(cast[0].device.type):
+            return operator(*cast, *arguments[casts:])
+
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        lib.impl(operator, rule, key)
+
+
+def not_again(name: str) -> Callable[..., Any]:
+    """The backward of a backward kernel, which says that there is none."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            f'{name}: the compiled backward cannot be differentiated again; backend="reference" can be, any number of'
+            " times"
+        )
+
+    return refuse
 
 
 def register_gradient(

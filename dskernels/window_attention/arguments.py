@@ -10,6 +10,7 @@ from torch import Tensor
 from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
 from dskernels.checks import is_integer, is_number, shape_of, wrong_type, wrong_value
 from dskernels.rope import RopeTable, check_in_table
+from dskernels.window_attention.reference import compute_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # No distance between two positions comes near it, so a bound beyond it says the same, and sums of two fit in int64.
@@ -92,10 +93,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_layout(name: str, tensor: Tensor, layout: str) -> None:
-    """Whether ``tensor`` has 4 dimensions, and at least one head of at least one component in the second and last."""
-    if tensor.dim() != 4:
-        raise wrong_value(name, f"4 dimensions {layout}", f"shape {shape_of(tensor)}")
-    if tensor.shape[1] < 1 or tensor.shape[3] < 1:
+    """Whether ``tensor`` has the dimensions of ``layout``, and at least one head of at least one component."""
+    dims = layout.count(",") + 1
+    if tensor.dim() != dims:
+        raise wrong_value(name, f"{dims} dimensions {layout}", f"shape {shape_of(tensor)}")
+    if tensor.shape[1] < 1 or tensor.shape[-1] < 1:
         expected = f"at least one head of at least one component, {layout}"
         raise wrong_value(name, expected, f"shape {shape_of(tensor)}")
 
@@ -182,7 +184,7 @@ def _checked_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if not fits:
         raise wrong_value("bias", f"a shape broadcastable to [B, Hq, Nq, Nk] = {list(full)}", f"shape {shape_of(bias)}")
     # Expanded, not copied: autograd sums the gradient back, in the dtype of the scores.
-    return bias.to(_score_dtype(q)).expand(full)
+    return bias.to(compute_dtype(q)).expand(full)
 
 
 def checked_sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
@@ -191,11 +193,7 @@ def checked_sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
     _check_floating("sink", sink, q)
     if sink.shape != q.shape[1:2]:
         raise wrong_value("sink", f"shape [Hq] = [{q.shape[1]}]", f"shape {shape_of(sink)}")
-    return sink.to(_score_dtype(q)).contiguous()
-
-
-def _score_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return sink.to(compute_dtype(q)).contiguous()
 
 
 def check_rope(rope: RopeTable, q: Tensor) -> None:

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dskernels._autograd import register_gradient
-from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define, empty_in_layout_of
+from dskernels._autograd import register_autocast, register_gradient
+from dskernels._library import LIBRARY, define, empty_in_layout_of
 from dskernels.window_attention.batching import fold_into_batch
 from dskernels.window_attention.decode_reference import window_attention_decode_reference
+from dskernels.window_attention.reference import compute_dtype
 from dskernels.window_attention.schema import count_seen_pairs
 
 FORWARD = (
@@ -31,8 +32,7 @@ LIBRARY.impl("window_attention_decode", window_attention_decode_reference, "Comp
 
 @torch.library.register_fake(decode_op, lib=LIBRARY)
 def forward_fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return empty_in_layout_of(q, (*q.shape[:3], v_cache.shape[3])), q.new_empty(q.shape[:3], dtype=lse_dtype)
+    return empty_in_layout_of(q, (*q.shape[:3], v_cache.shape[3])), q.new_empty(q.shape[:3], dtype=compute_dtype(q))
 
 
 def no_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -45,16 +45,7 @@ def no_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
 register_gradient(decode_op, no_backward, vmap=fold_into_batch, autocasts=1, lib=LIBRARY)
 
 
-def _autocast(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    # The caches keep the dtype they were stored in: casting them would read and write all of them at every step.
-    (q,) = cast_for_autocast(q)
-    with autocast_disabled(q.device.type):
-        result: tuple[Tensor, Tensor] = decode_op(q, k_cache, v_cache, *options)
-    return result
-
-
-for _key in ("AutocastCPU", "AutocastCUDA"):
-    LIBRARY.impl("window_attention_decode", _autocast, _key)
+register_autocast(decode_op, 1, LIBRARY)
 
 
 @register_flop_formula(torch.ops.dskernels.window_attention_decode, get_raw=True)

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dskernels._autograd import register_gradient
-from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define, empty_in_layout_of
+from dskernels._autograd import not_again, register_autocast, register_gradient
+from dskernels._library import LIBRARY, define, empty_in_layout_of
 from dskernels.window_attention.batching import fold_into_batch
-from dskernels.window_attention.reference import window_attention_backward_reference, window_attention_reference
+from dskernels.window_attention.reference import (
+    compute_dtype,
+    window_attention_backward_reference,
+    window_attention_reference,
+)
 
 _TABLES = "Tensor? cos, Tensor? sin, Tensor? positions, Tensor? bias, Tensor? sink"
 _OPTIONS = "SymInt? left, SymInt? right, SymInt query_offset, float scale, float softcap, bool interleaved"
@@ -38,9 +42,8 @@ LIBRARY.impl("window_attention_backward", window_attention_backward_reference, "
 @torch.library.register_fake(forward_op, lib=LIBRARY)
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     batch, heads, queries, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = empty_in_layout_of(q, (batch, heads, queries, v.shape[3]))
-    return out, q.new_empty((batch, heads, queries), dtype=lse_dtype)
+    return out, q.new_empty((batch, heads, queries), dtype=compute_dtype(q))
 
 
 @torch.library.register_fake(backward_op, lib=LIBRARY)
@@ -98,26 +101,11 @@ register_gradient(
 )
 
 
-def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-    raise NotImplementedError(
-        "window_attention: the compiled backward cannot be differentiated again; "
-        'backend="reference" can be, any number of times'
-    )
-
-
+double_backward = not_again("window_attention")
 register_gradient(backward_op, double_backward, vmap=fold_into_batch, lib=LIBRARY)
 
 
-def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    # The rope tables are not cast: half precision cannot tell late positions apart.
-    q, k, v = cast_for_autocast(q, k, v)
-    with autocast_disabled(q.device.type):
-        result: tuple[Tensor, Tensor] = forward_op(q, k, v, *options)
-    return result
-
-
-for _key in ("AutocastCPU", "AutocastCUDA"):
-    LIBRARY.impl("window_attention", _forward_autocast, _key)
+register_autocast(forward_op, 3, LIBRARY)
 
 
 def count_seen_pairs(queries: int, keys: int, left: int | None, right: int | None, query_offset: int) -> int:

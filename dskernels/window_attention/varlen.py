@@ -14,6 +14,7 @@ from dskernels.checks import is_hidden, is_readable, shape_of, wrong_type, wrong
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention.arguments import (
     check_kinds,
+    check_layout,
     check_return_lse,
     check_rope,
     checked_scale,
@@ -209,11 +210,7 @@ def _prepare(
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor, layout in (("q", q, "[T, Hq, D]"), ("k", k, "[S, Hkv, D]"), ("v", v, "[S, Hkv, Dv]")):
-        if tensor.dim() != 3:
-            raise wrong_value(name, f"3 dimensions {layout}", f"shape {shape_of(tensor)}")
-        if tensor.shape[1] < 1 or tensor.shape[2] < 1:
-            expected = f"at least one head of at least one component, {layout}"
-            raise wrong_value(name, expected, f"shape {shape_of(tensor)}")
+        check_layout(name, tensor, layout)
     check_kinds(q, k, v)
     if k.shape[2] != q.shape[2]:
         raise wrong_value("k", f"the head dimension of q, {q.shape[2]}", k.shape[2])

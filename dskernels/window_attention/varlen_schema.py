@@ -14,8 +14,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from dskernels._autograd import one_by_one, register_gradient
-from dskernels._library import LIBRARY, autocast_disabled, cast_for_autocast, define
+from dskernels._autograd import not_again, one_by_one, register_autocast, register_gradient
+from dskernels._library import LIBRARY, define
+from dskernels.window_attention.reference import compute_dtype
 from dskernels.window_attention.schema import count_seen_pairs, sink_gradient
 from dskernels.window_attention.varlen_reference import (
     window_attention_varlen_backward_reference,
@@ -43,8 +44,7 @@ LIBRARY.impl(
 @torch.library.register_fake(varlen_forward_op, lib=LIBRARY)
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q.shape
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((tokens, heads, v.shape[2])), q.new_empty((heads, tokens), dtype=lse_dtype)
+    return q.new_empty((tokens, heads, v.shape[2])), q.new_empty((heads, tokens), dtype=compute_dtype(q))
 
 
 @torch.library.register_fake(varlen_backward_op, lib=LIBRARY)
@@ -89,26 +89,11 @@ register_gradient(
 )
 
 
-def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-    raise NotImplementedError(
-        "window_attention_varlen: the compiled backward cannot be differentiated again; "
-        'backend="reference" can be, any number of times'
-    )
-
-
+double_backward = not_again("window_attention_varlen")
 register_gradient(varlen_backward_op, double_backward, vmap=one_by_one, lib=LIBRARY)
 
 
-def _forward_autocast(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    # The rope tables are not cast: half precision cannot tell late positions apart.
-    q, k, v = cast_for_autocast(q, k, v)
-    with autocast_disabled(q.device.type):
-        result: tuple[Tensor, Tensor] = varlen_forward_op(q, k, v, *options)
-    return result
-
-
-for _key in ("AutocastCPU", "AutocastCUDA"):
-    LIBRARY.impl("window_attention_varlen", _forward_autocast, _key)
+register_autocast(varlen_forward_op, 3, LIBRARY)
 
 
 def _attention_flop(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dskernels import RopeTable, window_attention_decode
+from dskernels.checks import is_readable
 
 
 class WindowCache:
@@ -159,12 +160,12 @@ class WindowCache:
         if not isinstance(counts, Tensor) or counts.shape != self.lengths.shape or counts.dtype != torch.int64:
             got = f"{counts.dtype} of {list(counts.shape)}" if isinstance(counts, Tensor) else repr(counts)
             raise ValueError(f"counts: expected int64 of shape [{self.lengths.shape[0]}], got {got}")
-        if _is_readable(counts) and not bool(((counts >= 0) & (counts <= count)).all()):
+        if is_readable(counts) and not bool(((counts >= 0) & (counts <= count)).all()):
             raise ValueError(f"counts: expected 0 to {count}, the number of tokens that came, got {counts.tolist()}")
 
     def _note_longest(self, lengths: Tensor, bound: int) -> None:
         """Keeps the longest length in mind, or a bound of it where it would have to be waited for."""
-        if _is_readable(lengths) or (self.max_tokens is not None and bound > self.max_tokens):
+        if is_readable(lengths) or (self.max_tokens is not None and bound > self.max_tokens):
             bound = int(lengths.max()) if lengths.numel() else 0
         if self.max_tokens is not None and bound > self.max_tokens:
             raise IndexError(f"k: expected sequences of up to {self.max_tokens} tokens, got {bound}")
@@ -236,8 +237,3 @@ def _check_rows(rows: Tensor) -> None:
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
         got = f"{rows.dtype} of {list(rows.shape)}" if isinstance(rows, Tensor) else repr(rows)
         raise ValueError(f"rows: expected int64 of shape [n], got {got}")
-
-
-def _is_readable(values: Tensor) -> bool:
-    # Of a traced or a GPU tensor one would have to wait for them.
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
