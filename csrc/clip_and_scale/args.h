@@ -14,7 +14,7 @@ struct RunSpan {
 
 enum class NormKind { kSum, kSumOfSquares, kSumOfCubes, kMaximum, kSumOfPowers };
 
-// `sum` is over |x|^p in double; for kMaximum it is the largest |x|, NaN where there is one.
+// `sum` is over |x|^p in double; for kMaximum it is the largest |x| of those that are no NaN.
 struct NormPart {
   double sum;
   bool has_nonfinite;

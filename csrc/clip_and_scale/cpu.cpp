@@ -1,7 +1,6 @@
 // Binds the CPU kernels of clip_and_scale to torch. They work on a table of memory runs (common/tensor_table.h), whose
 // maker answers for its pointers.
 #include <cmath>
-#include <limits>
 #include <tuple>
 #include <vector>
 

@@ -32,6 +32,17 @@ inline void check_operands(const WindowAttentionArgs& args) {
                   "window_attention: q, k, v: expected one dtype");
 }
 
+// Element i of a one-dimensional tensor of int32 or int64.
+inline int64_t integer_at(const Tensor& t, int64_t i) {
+  const int64_t place = i * t.stride(0);
+  return t.scalar_type() == ScalarType::Int ? static_cast<const int32_t*>(t.data_ptr())[place]
+                                            : static_cast<const int64_t*>(t.data_ptr())[place];
+}
+
+inline bool holds_integers(const Tensor& t) {
+  return t.dim() == 1 && (t.scalar_type() == ScalarType::Int || t.scalar_type() == ScalarType::Long);
+}
+
 inline int64_t bounded(std::optional<int64_t> value) {
   return std::clamp(value.value_or(kUnbounded), -kUnbounded, kUnbounded);
 }

@@ -9,14 +9,11 @@ namespace dskernels {
 namespace {
 
 std::vector<int64_t> lengths_of(const Tensor& t, const WindowAttentionArgs& args, int64_t rows) {
-  const bool is_int = t.scalar_type() == ScalarType::Int;
-  STD_TORCH_CHECK(t.dim() == 1 && t.size(0) == args.batch && (is_int || t.scalar_type() == ScalarType::Long),
+  STD_TORCH_CHECK(holds_integers(t) && t.size(0) == args.batch,
                   "window_attention_decode: cache_lengths: expected int32 or int64 [B]");
   std::vector<int64_t> lengths(t.size(0));
   for (size_t b = 0; b < lengths.size(); ++b) {
-    const int64_t place = static_cast<int64_t>(b) * t.stride(0);
-    lengths[b] =
-        is_int ? static_cast<const int32_t*>(t.data_ptr())[place] : static_cast<const int64_t*>(t.data_ptr())[place];
+    lengths[b] = integer_at(t, static_cast<int64_t>(b));
     STD_TORCH_CHECK(lengths[b] >= 0, "window_attention_decode: cache_lengths[", b,
                     "]: expected a number of tokens, got ", lengths[b]);
     STD_TORCH_CHECK(lengths[b] <= rows, "window_attention_decode: cache_lengths[", b, "]: expected up to ", rows,

@@ -18,14 +18,11 @@ View4 packed_view(const Tensor& t, int64_t token, const char* name) {
 }
 
 std::vector<int64_t> offsets_of(const Tensor& t, int64_t tokens, const char* name) {
-  const bool is_int = t.scalar_type() == ScalarType::Int;
-  STD_TORCH_CHECK(t.dim() == 1 && t.size(0) > 0 && (is_int || t.scalar_type() == ScalarType::Long),
-                  "window_attention_varlen: ", name, ": expected int32 or int64 [n + 1]");
+  STD_TORCH_CHECK(holds_integers(t) && t.size(0) > 0, "window_attention_varlen: ", name,
+                  ": expected int32 or int64 [n + 1]");
   std::vector<int64_t> offsets(t.size(0));
   for (size_t i = 0; i < offsets.size(); ++i) {
-    const int64_t place = static_cast<int64_t>(i) * t.stride(0);
-    offsets[i] =
-        is_int ? static_cast<const int32_t*>(t.data_ptr())[place] : static_cast<const int64_t*>(t.data_ptr())[place];
+    offsets[i] = integer_at(t, static_cast<int64_t>(i));
     const int64_t least = i == 0 ? 0 : offsets[i - 1], most = i == 0 ? 0 : tokens;
     STD_TORCH_CHECK(offsets[i] >= least && offsets[i] <= most, "window_attention_varlen: ", name, "[", i,
                     "]: expected ", least, " to ", most, ", got ", offsets[i]);
