@@ -28,9 +28,11 @@ def power_sum_reference(tensors: Sequence[Tensor], power: float, device: torch.d
 
 
 def scale_reference_(tensors: Sequence[Tensor], factor: Tensor, is_finite: Tensor) -> None:
-    """Multiplies all tensors by ``factor`` in place where ``is_finite``, rounding once; no value is waited for."""
+    """Multiplies all tensors by ``factor`` in place where ``is_finite``, rounding once; no device is waited for."""
+    if factor.device.type == "cpu" and (not is_finite or factor == 1):
+        return
     for tensor in tensors:
         wide = torch.promote_types(tensor.dtype, torch.float32)
         scaled = (tensor.to(wide) * factor.to(tensor.device, wide)).to(tensor.dtype)
-        # Where the factor is 1 or something is not finite each element gets itself.
+        # On a device, where something is not finite each element gets itself.
         tensor.copy_(torch.where(is_finite.to(tensor.device), scaled, tensor))

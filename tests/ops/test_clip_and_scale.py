@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dskernels as dk
+from dskernels.clip_and_scale.table import table_power_sum_op, table_scale_op
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NORM_TYPES = (1.0, 2.0, 3.0, 2.5, math.inf)
@@ -104,6 +105,16 @@ def test_what_is_not_finite_leaves_all_as_it_was(
             torch.equal(a, b) or bool((a.isnan() == b.isnan()).all()) for a, b in zip(grads, before, strict=True)
         )
         assert torch.equal(grads[0], before[0])
+
+
+@pytest.mark.parametrize("why", ["nothing to do", "not finite"])
+def test_what_need_not_change_is_not_written(why: str, backend: str) -> None:
+    grad = torch.randn(100)
+    if why == "not finite":
+        grad[7] = math.nan
+    version = grad._version
+    dk.clip_and_scale_([grad], max_norm=1e-3 if why == "not finite" else 1e9, backend=backend)
+    assert grad._version == version
 
 
 def test_large_finite_gradients_are_not_broken(backend: str) -> None:
@@ -244,3 +255,29 @@ def test_shared_elements_can_be_read_and_not_written(backend: str) -> None:
     assert float(dk.grad_norm(grad, backend=backend).total_norm) == 6.0
     with pytest.raises(ValueError, match=r"grads\[1\]: expected a place in memory for each element"):
         dk.clip_and_scale_([torch.ones(2), grad], max_norm=1.0, backend=backend)
+
+
+def test_a_table_holds_what_dlpack_can_tell_and_leaves_the_rest() -> None:
+    if dk.build_info()["compiled"] is None:
+        pytest.skip(dk.build_info()["not_loaded"])
+    from dskernels import _C
+
+    plain, sparse = torch.ones(3), torch.ones(3).to_sparse()
+    listed = [plain, None, sparse, plain, torch.ones(2).long(), torch.ones(1).expand(4), torch.zeros(0)]
+    data, held, rest = _C.tensor_table(listed, Tensor)
+    assert len(data) == 4 * 8
+    assert [id(tensor) for tensor in held] == [id(plain), id(listed[6])]
+    assert rest == [2, 4, 5]
+    # A type without the exchange, as of a torch that would drop it.
+    assert _C.tensor_table([plain], object)[1:] == ([], [0])
+
+
+@pytest.mark.parametrize(
+    "table", [torch.zeros(4).long(), torch.zeros(2, 3).long(), torch.zeros(2, 4), torch.zeros(4, 2).long().t()]
+)
+def test_kernels_refuse_what_is_no_table(table: Tensor) -> None:
+    if dk.build_info()["compiled"] is None:
+        pytest.skip(dk.build_info()["not_loaded"])
+    for call in (lambda: table_power_sum_op(table, 2.0), lambda: table_scale_op(table, 2.0)):
+        with pytest.raises(RuntimeError, match=r"table: expected contiguous int64 \[runs, 4\]"):
+            call()
