@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsaccel.integrations.mask_algebra import Window, window_of
+from dsaccel.modules._masks import hiding_bias
 from dskernels import window_attention
 
 try:
@@ -197,7 +198,7 @@ def _reading(mask: WindowMask | Tensor | None, query: Tensor, key: Tensor) -> tu
     if mask.dim() != 4:
         raise ValueError(f"attention_mask: expected shape [B, 1 or Hq, Nq, Nk], got {list(mask.shape)}")
     if mask.dtype == torch.bool:
-        mask = _as_bias(mask, query.dtype)
+        mask = hiding_bias(~mask, query.dtype)
     elif not mask.is_floating_point():
         raise ValueError(f"attention_mask: expected dtype bool or a floating point one, got {mask.dtype}")
     return (None, None), None, mask
@@ -211,10 +212,4 @@ def _padding_bias(mask: Tensor | None, kv_length: int, kv_offset: int, last: int
     # Looking at the values of a traced tensor is not possible.
     if not torch.compiler.is_compiling() and bool(padding[:, :last].all()):
         return None
-    return _as_bias(padding, dtype)[:, None, None]
-
-
-def _as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    # In the dtype of scores, to which window_attention would bring it anyway.
-    dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    return hiding_bias(~padding, dtype)[:, None, None]

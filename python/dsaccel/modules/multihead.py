@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dsaccel.modules._masks import hiding_bias
 from dsaccel.modules.rotary import RotaryEmbedding
 from dskernels import window_attention
 
@@ -242,6 +243,4 @@ def _additive(name: str, mask: Tensor, q: Tensor) -> Tensor:
         return mask
     if mask.dtype != torch.bool:
         raise ValueError(f"{name}: expected dtype bool or a floating point one, got {mask.dtype}")
-    # In the dtype of scores, to which window_attention would bring it anyway.
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+    return hiding_bias(mask, q.dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dsaccel.modules._masks import hiding_bias
 from dskernels import window_attention
 
 # These compute attention without a call of scaled_dot_product_attention that a mode could see.
@@ -134,9 +135,7 @@ def _as_four_dimensions(
 
 def _as_bias(mask: Tensor, lead: tuple[int, ...], q: Tensor, k: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
-        # In the dtype of scores, to which window_attention would bring it anyway.
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+        mask = hiding_bias(~mask, q.dtype)
     if len(lead) <= 2:
         return mask
     return mask.expand(*lead, q.shape[2], k.shape[2]).reshape(*q.shape[:3], k.shape[2])
