@@ -3,6 +3,7 @@
 from dskernels._library import build_info, load_compiled
 from dskernels._registry import explain, use_backend
 from dskernels.clip_and_scale import GradNorm, clip_and_scale_, grad_norm
+from dskernels.quantized_matmul import QuantizedWeight, quantize_weight, quantized_matmul
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention import window_attention, window_attention_decode, window_attention_varlen
 
@@ -10,12 +11,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GradNorm",
+    "QuantizedWeight",
     "RopeTable",
     "__version__",
     "build_info",
     "clip_and_scale_",
     "explain",
     "grad_norm",
+    "quantize_weight",
+    "quantized_matmul",
     "rope_table",
     "use_backend",
     "window_attention",

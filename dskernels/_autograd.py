@@ -16,7 +16,8 @@ from torch.autograd.forward_ad import unpack_dual
 
 from dskernels._library import autocast_disabled, cast_for_autocast
 
-VmapRule = Callable[..., tuple[tuple[Tensor, ...], tuple[int | None, ...]]]
+# (operator, info, in_dims, *arguments) -> outputs and their mapped dimensions, each as the operator returns them.
+VmapRule = Callable[..., tuple[Any, Any]]
 
 
 def register_autocast(operator: torch._ops.OpOverload, casts: int, lib: torch.library.Library) -> None:
@@ -59,7 +60,7 @@ def register_gradient(
     """Makes ``operator`` differentiable, and known to ``torch.func``.
 
     Args:
-        operator: takes positional arguments, returns a tuple of tensors.
+        operator: takes positional arguments, returns a tensor or a tuple of them.
         backward: ``backward(ctx, *grads)`` returns a gradient or None for each argument.
         setup_context: ``setup_context(ctx, inputs, output)`` saves what ``backward`` needs. Default: saves nothing.
         vmap: ``vmap(operator, info, in_dims, *arguments)`` returns the outputs and the dimensions that are mapped.

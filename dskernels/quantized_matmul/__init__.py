@@ -1,0 +1,120 @@
+"""Products with quantized weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dskernels._registry import Backend, Operator, register
+from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu
+from dskernels.quantized_matmul.reference import quantized_matmul_reference
+from dskernels.quantized_matmul.schema import forward_op
+from dskernels.quantized_matmul.weight import SCHEMES, QuantizedWeight, dequantize, quantize_weight
+
+__all__ = ["QuantizedWeight", "quantize_weight", "quantized_matmul"]
+
+
+def quantized_matmul(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """``x @ W.T + bias`` for a weight in int8, int4 or fp8: `torch.nn.functional.linear` on a `QuantizedWeight`.
+
+    By scheme, with ``W`` as `QuantizedWeight` defines it::
+
+        *_weight_only:              out = x @ W.T + bias                         x as it is, in float32
+        int8_dynamic, int8_static:  out = (codes(x) @ qweight.T) * sx * scale + bias
+        int4_dynamic:               out = (codes(x) @ W.T) * sx + bias
+        fp8_block:                  out = (e4m3(x / sx) * sx) @ W.T + bias       a scale sx per 128 columns of a row
+
+    ``codes(x) = clamp(round(x / sx), -127, 127)``, where ``sx`` is the largest magnitude of the row over 127
+    (dynamic), or ``weight.input_scale`` (static). Integer products are exact for any ``K``; scales and bias are
+    applied in float32, and the result is rounded once. A row of zeros gives exactly the bias; a row with a NaN or an
+    infinity is not finite and touches no other; a row of a batch has the same bits as the same row alone.
+
+    The gradient of ``x`` is ``grad @ W``, straight through the rounding of ``x``; that of ``bias`` the sum over rows.
+    The weight has none.
+
+    Args:
+        x: shape ``[..., K]``, float32, bfloat16 or float16 (float64 with the reference); any strides, no rows allowed.
+        weight: of `quantize_weight`, on the device of ``x``.
+        bias: shape ``[N]``, any of these dtypes. Default: none.
+        backend: ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back.
+            Default: `use_backend`, then ``DSKERNELS_BACKEND``, then the first that serves the call.
+
+    Returns:
+        shape ``[..., N]``, dtype of ``x``, contiguous.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not fit each other.
+        RuntimeError: the backend that was asked for cannot serve the call.
+
+    Backends: ``cpu`` (float32, bfloat16, float16), ``reference`` (everything, any device; differentiable any number of
+    times). Under autocast x is cast to the autocast dtype.
+
+    Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
+    Inference", 2018, section 2; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
+    """
+    call = prepare(x, weight, bias)
+    (out,) = _operator.choose(call, backend).run(call)
+    result: Tensor = out
+    return result
+
+
+class _StraightThrough(torch.autograd.Function):
+    # The values of one tensor with the gradient of another.
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, path: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, values: Tensor | None, path: Tensor) -> Tensor:
+        return path.clone()
+
+
+def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
+    x, qweight, scale, zero_point, _, input_order, bias, scheme, group_size = call
+    if SCHEMES[scheme].endswith("weight_only"):
+        return (quantized_matmul_reference(*call),)
+    with torch.no_grad():
+        values = quantized_matmul_reference(*call)
+    if not torch.is_grad_enabled():
+        return (values,)
+    weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, x.shape[-1])
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    path = torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    return (_StraightThrough.apply(values, path.to(x.dtype)),)
+
+
+def _cpu_refuses(call: QuantizedMatmulCall) -> str | None:
+    return why_not_cpu(call)
+
+
+def _example() -> tuple[list[Tensor], dict[str, Any]]:
+    weight = quantize_weight(torch.randn(67, 150), "int4_dynamic", group_size=32, symmetric=False)
+    return [torch.randn(2, 5, 150)], {"weight": weight, "bias": torch.randn(67)}
+
+
+_operator = register(
+    Operator(
+        name="quantized_matmul",
+        prepare=prepare,
+        backends=(
+            Backend("cpu", _cpu_refuses, lambda call: (forward_op(*call),)),
+            Backend("reference", lambda call: None, _by_reference),
+        ),
+        example=_example,
+    )
+)
