@@ -45,7 +45,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite = largest.isfinite()
     lift = torch.where(largest < _SMALL, _LIFT, torch.where(largest > _LARGE, 1 / _LIFT, 1.0))
     largest = largest * lift
-    inverse = torch.where(finite & (largest > 0), INT8_LARGEST / largest, 0.0)
+    # Not a number over a tensor, which torch takes as a product with the reciprocal.
+    quotient = torch.full_like(largest, INT8_LARGEST) / largest
+    inverse = torch.where(finite & (largest > 0), quotient, 0.0)
     codes = _int8_codes(x * lift[:, None], inverse[:, None])
     return codes, torch.where(finite, largest / INT8_LARGEST, torch.nan), 1 / lift
 
