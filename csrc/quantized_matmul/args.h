@@ -30,24 +30,24 @@ struct QuantizedMatmulArgs {
   Element bias_element;
   int64_t bias_stride;
   void* out;  // [rows, out_features], dense
-  // `rows * prepared_stride` bytes of the plan, 64-byte aligned: activations as the kernels read them.
+  // `tiles * tile_bytes` of the plan, 64-byte aligned: activations as the kernels read them.
   uint8_t* prepared;
 };
 
-// How a call divides into independent tasks. It depends on shapes alone, never on the number of threads.
+// How a call divides into independent tasks. It depends on shapes and the tier alone, never on the number of threads.
 struct QuantizedMatmulPlan {
-  int64_t prepared_stride;  // bytes of a row
-  int64_t prepare_scratch;  // bytes, for each thread that prepares rows
-  int64_t rows_per_task, columns_per_task;
-  int64_t row_blocks, column_blocks;
-  int64_t scratch_bytes;  // for each task that runs, 64-byte aligned
+  int64_t tiles, tile_rows, tile_bytes;  // of x, prepared tile by tile
+  int64_t prepare_scratch;               // bytes, for each tile that is being prepared
+  int64_t task_rows, task_columns;
+  int64_t row_blocks, column_blocks;  // tasks, in rows and in columns
+  int64_t scratch_bytes;              // for each task that runs, 64-byte aligned
 };
 
 struct QuantizedMatmulKernels {
   QuantizedMatmulPlan (*plan)(const QuantizedMatmulArgs&);
-  // Writes one row of `prepared`.
-  void (*prepare)(const QuantizedMatmulArgs&, const QuantizedMatmulPlan&, int64_t row, void* scratch);
-  // Writes one block of `out`, from all prepared rows of the block. Task t is row block t / column_blocks.
+  // Writes one tile of `prepared`.
+  void (*prepare)(const QuantizedMatmulArgs&, const QuantizedMatmulPlan&, int64_t tile, void* scratch);
+  // Writes one block of `out`, from the prepared rows of the block. Task t is row block t / column_blocks.
   void (*run)(const QuantizedMatmulArgs&, const QuantizedMatmulPlan&, int64_t task, void* scratch);
 };
 

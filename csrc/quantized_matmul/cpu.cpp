@@ -62,8 +62,8 @@ void set_input_order(QuantizedMatmulArgs& args, const Tensor& order) {
   args.input_order = static_cast<const int64_t*>(order.data_ptr());
   for (int64_t k = 0; k < args.in_features; ++k) {
     STD_TORCH_CHECK(args.input_order[k] >= 0 && args.input_order[k] < args.in_features,
-                          "quantized_matmul: input_order: expected 0 to ", args.in_features - 1, ", got ",
-                          args.input_order[k]);
+                    "quantized_matmul: input_order: expected 0 to ", args.in_features - 1, ", got ",
+                    args.input_order[k]);
   }
 }
 
@@ -133,12 +133,12 @@ Tensor quantized_matmul_cpu(const Tensor& x, const Tensor& qweight, const Tensor
   const QuantizedMatmulKernels& kernels = DSKERNELS_SELECT_TIER(quantized_matmul_kernels);
   const QuantizedMatmulPlan plan = kernels.plan(args);
   const std::unique_ptr<uint8_t, decltype(&std::free)> prepared(
-      static_cast<uint8_t*>(std::aligned_alloc(64, static_cast<size_t>(args.rows * plan.prepared_stride))), &std::free);
+      static_cast<uint8_t*>(std::aligned_alloc(64, static_cast<size_t>(plan.tiles * plan.tile_bytes))), &std::free);
   if (prepared == nullptr) throw std::bad_alloc();
   args.prepared = prepared.get();
   const int64_t columns = args.in_features;
-  run_all(args.rows * columns <= kSerialWork / 8, args.rows, plan.prepare_scratch,
-          [&](int64_t row, void* scratch) { kernels.prepare(args, plan, row, scratch); });
+  run_all(args.rows * columns <= kSerialWork / 8, plan.tiles, plan.prepare_scratch,
+          [&](int64_t tile, void* scratch) { kernels.prepare(args, plan, tile, scratch); });
   run_all(args.rows * columns * args.out_features <= kSerialWork, plan.row_blocks * plan.column_blocks,
           plan.scratch_bytes, [&](int64_t task, void* scratch) { kernels.run(args, plan, task, scratch); });
   return out;

@@ -1,15 +1,16 @@
-// Activations as the kernels read them: one row at a time, zeros behind its end.
+// Activations as the kernels read them, tile by tile. A tile starts with a RowHead for each row, at kHeadBytes follow:
 //
-// A prepared row starts with a RowHead. Then follow, by scheme:
-//   int8, integer:  codes
-//   int4, integer:  for each block of weights, codes (even ones of a vector of nibbles, then odd ones), then for each
-//                   block the sums of the codes of each lane (LaneSums)
-//   the others:     floats; for int4 in the order in which nibbles leave a vector: component j of lane l is 8 * l + j
+//   for add_dots:    the codes of its one row, and zeros
+//   integer panels:  for every four columns the codes of each row; for int4 by eight columns, those of the even ones
+//                    before those of the odd ones, as nibbles lie; then for each block and row the sum of the codes, as
+//                    int32 times -8 where 8 is the code of 0, as float where zero points differ
+//   float panels:    for every column the values of each row
+//
+// Rows that a tile has too many are zeros.
 #pragma once
 
 #include "common/rows.h"
-#include "quantized_matmul/args.h"
-#include "quantized_matmul/cpu_dot.h"
+#include "quantized_matmul/cpu_blocks.h"
 
 namespace dskernels {
 namespace {
@@ -19,46 +20,22 @@ struct RowHead {
   float unlift;  // a power of two that the result is multiplied by
   int32_t sum;   // of the codes, modulo 2^32
 };
-constexpr int64_t kHeadBytes = 64;
+constexpr int64_t kHeadBytes = 192;
+static_assert(kTileRows * sizeof(RowHead) <= kHeadBytes);
 
-// Weights in a vector of nibbles, and in a vector of floats' worth of eight.
-constexpr int64_t kNibbles = 2 * kVectorBytes;
-constexpr int64_t kBlockFloats = 8 * kLanes;
-static_assert(kNibbles == kBlockFloats);
-// Weights whose integer products are summed before a scale is applied, where all of them share it.
-constexpr int64_t kWholeBlock = 128;
-
-DSKERNELS_INLINE bool is_int4(Scheme scheme) {
-  return scheme == Scheme::kInt4Dynamic || scheme == Scheme::kInt4WeightOnly;
-}
-
-DSKERNELS_INLINE bool has_codes(Scheme scheme) {
-  return scheme == Scheme::kInt8Dynamic || scheme == Scheme::kInt8Static || scheme == Scheme::kInt4Dynamic;
-}
-
-// Whether blocks of kWholeBlock weights have one scale each. Else groups are told apart lane by lane.
-DSKERNELS_INLINE bool has_whole_groups(const QuantizedMatmulArgs& args) {
-  return args.groups <= 1 || args.group_size % kWholeBlock == 0;
-}
-
-DSKERNELS_INLINE int64_t integer_block(const QuantizedMatmulArgs& args) {
-  return has_whole_groups(args) ? kWholeBlock : kNibbles;
-}
-
-// Columns of a prepared row, a whole number of blocks.
 DSKERNELS_INLINE int64_t padded_columns(const QuantizedMatmulArgs& args) {
-  if (!has_codes(args.scheme)) return round_up(args.in_features, kBlockFloats);
-  return round_up(args.in_features, is_int4(args.scheme) ? integer_block(args) : kVectorBytes);
+  if (!has_codes(args.scheme)) return args.in_features;
+  return round_up(args.in_features, uses_dots(args) ? kVectorBytes : 8);
 }
 
-DSKERNELS_INLINE int64_t prepared_bytes(const QuantizedMatmulArgs& args) {
-  const int64_t columns = padded_columns(args);
-  if (!has_codes(args.scheme)) return kHeadBytes + columns * int64_t{sizeof(float)};
-  if (!is_int4(args.scheme)) return kHeadBytes + columns;
-  return kHeadBytes + columns + columns / integer_block(args) * kVectorBytes;
+DSKERNELS_INLINE int64_t tile_bytes(const QuantizedMatmulArgs& args) {
+  const int64_t rows = uses_dots(args) ? 1 : tile_height(min_of<int64_t>(args.rows, kTileRows));
+  int64_t column_bytes = padded_columns(args) * (has_codes(args.scheme) ? 1 : int64_t{sizeof(float)});
+  if (args.scheme == Scheme::kInt4Dynamic) column_bytes += count_blocks_before(args, args.in_features) * 4;
+  return round_up(kHeadBytes + rows * column_bytes, 64);
 }
 
-// The row as floats, in the order of the weight's columns, followed by zeros; `spare` has room for a row.
+// A row as floats in the order of the weight's columns, zeros up to `padded`; `spare` has room for a row.
 inline void load_activations(const QuantizedMatmulArgs& args, int64_t row, int64_t padded, float* to, float* spare) {
   const char* from = static_cast<const char*>(args.x) + row * args.x_stride_row * size_of(args.element);
   float* target = args.input_order == nullptr ? to : spare;
@@ -70,7 +47,7 @@ inline void load_activations(const QuantizedMatmulArgs& args, int64_t row, int64
 }
 
 // The bits of the largest magnitude; those of a NaN are larger than any number's.
-DSKERNELS_INLINE int32_t largest_bits(const float* x, int64_t count) {
+inline int32_t largest_bits(const float* x, int64_t count) {
   VecI largest{};
   int64_t k = 0;
   for (; k + kLanes <= count; k += kLanes) {
@@ -87,7 +64,7 @@ DSKERNELS_INLINE int32_t largest_bits(const float* x, int64_t count) {
   return result;
 }
 
-constexpr int32_t kInfinityBits = 0x7f800000;
+constexpr int32_t kInfinityBits = 0x7f800000, kNanBits = 0x7fc00000;
 
 DSKERNELS_INLINE float from_bits(int32_t bits) {
   float result;
@@ -95,134 +72,146 @@ DSKERNELS_INLINE float from_bits(int32_t bits) {
   return result;
 }
 
-// codes[k] = clamp(round(x[k] * lift * inverse), -127, 127), ties to even; `count` is a multiple of kLanes. All are 0
-// where x is not finite, since nothing will be made of them.
+// codes[k] = clamp(round(x[k] * lift * inverse), -127, 127), ties to even; room for a whole number of vectors.
 inline void round_to_codes(const float* x, int64_t count, float lift, float inverse, int8_t* codes) {
-  typedef int8_t Few __attribute__((vector_size(kLanes), aligned(1), may_alias));
   for (int64_t k = 0; k < count; k += kLanes) {
     VecF scaled = load(x + k) * lift * inverse;
     scaled = scaled > 127.0f ? broadcast(127.0f) : scaled;
     scaled = scaled < -127.0f ? broadcast(-127.0f) : scaled;
     // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits of the sum.
-    const VecI bits = reinterpret_cast<VecI>(scaled + 12582912.0f);
-    *reinterpret_cast<Few*>(codes + k) = __builtin_convertvector(bits, Few);
+    store_as_bytes(reinterpret_cast<VecI>(scaled + 12582912.0f) - 0x4b400000, codes + k);
   }
 }
 
-// How the codes of a row follow from it: see quantize_rows and quantize_rows_by in dskernels/quantized_matmul.
-inline void quantize_row(const QuantizedMatmulArgs& args, const float* x, int64_t padded, int8_t* codes,
-                         RowHead* head) {
+// How codes follow from a row: see quantize_rows and quantize_rows_by in dskernels/quantized_matmul/reference.py. They
+// are 0 where the row is not finite, since nothing will be made of them.
+inline RowHead quantize_row(const QuantizedMatmulArgs& args, const float* x, int64_t padded, int8_t* codes) {
   const int32_t bits = largest_bits(x, args.in_features);
-  const float nan = from_bits(0x7fc00000);
-  float largest = from_bits(bits), lift = 1.0f, inverse = 0.0f;
-  head->unlift = 1.0f;
-  head->scale = nan;
+  RowHead head{from_bits(kNanBits), 1.0f, 0};
+  if (bits >= kInfinityBits) {
+    std::memset(codes, 0, static_cast<size_t>(padded));
+    return head;
+  }
+  float lift = 1.0f, inverse = 0.0f;
   if (args.scheme == Scheme::kInt8Static) {
-    if (bits < kInfinityBits) {
-      inverse = 1.0f / *args.input_scale;
-      head->scale = *args.input_scale;
-    }
-  } else if (bits < kInfinityBits) {
+    head.scale = *args.input_scale;
+    inverse = 1.0f / head.scale;
+  } else {
+    float largest = from_bits(bits);
     if (largest < 0x1p-60f || largest > 0x1p60f) {
       lift = largest < 1.0f ? 0x1p64f : 0x1p-64f;
-      head->unlift = 1.0f / lift;
+      head.unlift = 1.0f / lift;
+      largest *= lift;
     }
-    largest *= lift;
     if (largest > 0.0f) inverse = 127.0f / largest;
-    head->scale = largest / 127.0f;
+    head.scale = largest / 127.0f;
   }
-  if (bits < kInfinityBits) {
-    round_to_codes(x, padded, lift, inverse, codes);
-  } else {
-    std::memset(codes, 0, static_cast<size_t>(padded));
+  round_to_codes(x, padded, lift, inverse, codes);
+  // Wraps for rows of many millions only, for which it is not used.
+  uint32_t sum = 0;
+  for (int64_t k = 0; k < padded; ++k) sum += static_cast<uint32_t>(int32_t{codes[k]});
+  head.sum = static_cast<int32_t>(sum);
+  return head;
+}
+
+// Of each eight codes the even ones first, then the odd ones.
+inline void split_even_and_odd(int8_t* codes, int64_t count) {
+  typedef int8_t Sixteen __attribute__((vector_size(16), aligned(1), may_alias));
+  const Sixteen order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+  for (int64_t k = 0; k < count; k += 16) {
+    Sixteen* at = reinterpret_cast<Sixteen*>(codes + k);
+    *at = __builtin_shuffle(*at, order);
   }
 }
 
-DSKERNELS_INLINE Bytes ones() { return Bytes{} + int8_t{1}; }
-
-// From codes in order to codes as nibbles meet them, and their sums.
-inline void arrange_codes(const QuantizedMatmulArgs& args, const int8_t* codes, int64_t padded, int8_t* to) {
-  typedef uint16_t Words __attribute__((vector_size(2 * kVectorBytes), aligned(1), may_alias));
-  typedef int8_t Halves __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
-  const int64_t block = integer_block(args);
-  for (int64_t k = 0; k < padded; k += kNibbles) {
-    const Words words = *reinterpret_cast<const Words*>(codes + k);
-    *reinterpret_cast<Halves*>(to + k) = __builtin_convertvector(words, Halves);
-    *reinterpret_cast<Halves*>(to + k + kVectorBytes) = __builtin_convertvector(words >> 8, Halves);
-  }
-  char* sums = reinterpret_cast<char*>(to) + padded;
-  for (int64_t k = 0; k < padded; k += block, sums += kVectorBytes) {
-    VecI sum{};
-    for (int64_t v = 0; v < block; v += kVectorBytes) sum = dot_codes(sum, ones(), load_bytes(to + k + v));
-    // Where groups are symmetric, the code of 0 is 8: what is stored is what the products have too much.
-    const VecF as_floats = __builtin_convertvector(sum, VecF);
-    if (args.zero_point == nullptr) {
-      sum *= -8;
-      std::memcpy(sums, &sum, sizeof(sum));
-    } else {
-      std::memcpy(sums, &as_floats, sizeof(as_floats));
-    }
+// The sums of the codes of each block, `stride` words apart.
+inline void store_block_sums(const QuantizedMatmulArgs& args, const int8_t* codes, int64_t stride, int32_t* to) {
+  for (int64_t k = 0; k < args.in_features; to += stride) {
+    const int64_t end = block_at(args, k).end;
+    int32_t sum = 0;
+    for (; k < end; ++k) sum += codes[k];
+    const float as_float = static_cast<float>(sum);
+    sum *= -8;
+    std::memcpy(to, args.zero_point == nullptr ? static_cast<const void*>(&sum) : &as_float, sizeof(sum));
   }
 }
 
 // The row rounded to e4m3 in blocks of 128, as floats: see quantize_blocks in dskernels/quantized_matmul/reference.py.
-inline void round_blocks_to_fp8(float* x, int64_t padded) {
-  for (int64_t first = 0; first < padded; first += 128) {
-    const int64_t count = min_of<int64_t>(128, padded - first);
+inline void round_blocks_to_fp8(float* x, int64_t columns) {
+  for (int64_t first = 0; first < columns; first += 128) {
+    const int64_t count = min_of<int64_t>(128, columns - first);
     const int32_t bits = largest_bits(x + first, count);
     const float scale = max_of(from_bits(bits) / 448.0f, 0x1p-126f);
     for (int64_t k = first; k < first + count; ++k) {
       const float quotient = x[k] / scale;
-      // Three bits follow the leading one; below 2^-6 steps are 2^-9. Adding a number with the wanted last bit rounds.
+      // Three bits follow the leading one; below 2^-6 steps are 2^-9. Adding a number with that last bit rounds to it.
       int32_t exponent;
       std::memcpy(&exponent, &quotient, sizeof(exponent));
-      exponent = max_of(exponent & 0x7f800000, (127 - 6) << 23);
+      exponent = max_of(exponent & kInfinityBits, (127 - 6) << 23);
       const float shift = from_bits(exponent + (20 << 23)) * 1.5f;
       const float rounded = (quotient + shift) - shift;
-      x[k] = (bits < kInfinityBits ? rounded : from_bits(0x7fc00000)) * scale;
+      x[k] = (bits < kInfinityBits ? rounded : from_bits(kNanBits)) * scale;
     }
   }
 }
 
-// Floats of a block as nibbles meet them: to[j][l] = x[8 * l + j].
-inline void arrange_floats(const float* x, int64_t padded, float* to) {
-  for (int64_t first = 0; first < padded; first += kBlockFloats) {
-    for (int j = 0; j < 8; ++j) {
-      for (int l = 0; l < kLanes; ++l) to[first + j * kLanes + l] = x[first + 8 * l + j];
+// to[k][i] = rows[i][k], in words: floats, or four codes.
+template <int height>
+DSKERNELS_NOINLINE void interleave(const int32_t* rows, int64_t stride, int64_t words, int32_t* to) {
+  for (int64_t k = 0; k < words; ++k) {
+    DSKERNELS_UNROLL
+    for (int i = 0; i < height; ++i) to[k * height + i] = rows[i * stride + k];
+  }
+}
+
+inline void interleave(int height, const int32_t* rows, int64_t stride, int64_t words, int32_t* to) {
+  switch (height) {
+    case 1: std::memcpy(to, rows, static_cast<size_t>(words) * sizeof(int32_t)); return;
+    case 2: return interleave<2>(rows, stride, words, to);
+    case 4: return interleave<4>(rows, stride, words, to);
+  }
+  if constexpr (kTileRows == 6) interleave<6>(rows, stride, words, to);
+  if constexpr (kTileRows == 12) {
+    height == 8 ? interleave<8>(rows, stride, words, to) : interleave<12>(rows, stride, words, to);
+  }
+}
+
+// Floats of a row with room for whole vectors, whatever splits them.
+DSKERNELS_INLINE int64_t row_room(const QuantizedMatmulArgs& args) {
+  return round_up(args.in_features, max_of<int64_t>(kVectorBytes, 16));
+}
+
+// Rows of floats, or of codes, of a tile, and two rows of floats.
+inline int64_t prepare_scratch_bytes(const QuantizedMatmulArgs& args) {
+  return row_room(args) * (kTileRows * int64_t{has_codes(args.scheme) ? 1 : 4} + 2 * 4);
+}
+
+void prepare_tile(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t tile, void* scratch) {
+  uint8_t* out = args.prepared + tile * plan.tile_bytes;
+  const int64_t first = tile * plan.tile_rows, rows = min_of(plan.tile_rows, args.rows - first);
+  const int64_t room = row_room(args), padded = padded_columns(args);
+  const int height = tile_height(rows);
+  const bool codes = has_codes(args.scheme);
+  const int64_t row_bytes = room * (codes ? 1 : 4);
+  char* ready = static_cast<char*>(scratch);
+  float* floats = reinterpret_cast<float*>(ready + kTileRows * row_bytes);
+  if (height > rows) std::memset(ready + rows * row_bytes, 0, static_cast<size_t>((height - rows) * row_bytes));
+  int32_t* sums = reinterpret_cast<int32_t*>(out + kHeadBytes + padded * height);
+  for (int64_t i = 0; i < rows; ++i) {
+    char* row = ready + i * row_bytes;
+    float* values = codes ? floats : reinterpret_cast<float*>(row);
+    load_activations(args, first + i, room, values, floats + room);
+    if (args.scheme == Scheme::kFp8Block) round_blocks_to_fp8(values, args.in_features);
+    if (!codes) continue;
+    int8_t* row_codes = reinterpret_cast<int8_t*>(row);
+    reinterpret_cast<RowHead*>(out)[i] = quantize_row(args, values, room, row_codes);
+    if (args.scheme == Scheme::kInt4Dynamic) {
+      store_block_sums(args, row_codes, height, sums + i);
+      split_even_and_odd(row_codes, room);
     }
   }
-}
-
-int64_t prepare_scratch_bytes(const QuantizedMatmulArgs& args) {
-  // A row of floats twice, and one of codes.
-  return round_up(args.in_features, 2 * kWholeBlock) * int64_t{2 * sizeof(float) + 1};
-}
-
-void prepare_row(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t row, void* scratch) {
-  uint8_t* out = args.prepared + row * plan.prepared_stride;
-  const int64_t padded = padded_columns(args), room = round_up(args.in_features, 2 * kWholeBlock);
-  float* floats = static_cast<float*>(scratch);
-  float* spare = floats + room;
-  RowHead* head = reinterpret_cast<RowHead*>(out);
-  float* target = reinterpret_cast<float*>(out + kHeadBytes);
-  int8_t* codes = reinterpret_cast<int8_t*>(out + kHeadBytes);
-  if (args.scheme == Scheme::kInt8WeightOnly) return load_activations(args, row, padded, target, spare);
-  if (args.scheme == Scheme::kFp8Block) {
-    load_activations(args, row, padded, target, spare);
-    return round_blocks_to_fp8(target, padded);
-  }
-  load_activations(args, row, padded, floats, spare);
-  if (args.scheme == Scheme::kInt4WeightOnly) return arrange_floats(floats, padded, target);
-  if (args.scheme == Scheme::kInt4Dynamic) {
-    int8_t* in_order = reinterpret_cast<int8_t*>(spare + room);
-    quantize_row(args, floats, padded, in_order, head);
-    return arrange_codes(args, in_order, padded, codes);
-  }
-  quantize_row(args, floats, padded, codes, head);
-  // Wraps for rows of many millions only, for which it is not used.
-  uint32_t sum = 0;
-  for (int64_t k = 0; k < args.in_features; ++k) sum += static_cast<uint32_t>(int32_t{codes[k]});
-  head->sum = static_cast<int32_t>(sum);
+  interleave(height, reinterpret_cast<const int32_t*>(ready), row_bytes / 4, codes ? padded / 4 : padded,
+             reinterpret_cast<int32_t*>(out + kHeadBytes));
 }
 
 }  // namespace

@@ -1,168 +1,165 @@
 // The CPU kernels of quantized_matmul, compiled once per tier: how a call divides, and what becomes of its sums.
-#include "quantized_matmul/cpu_float.h"
+#include "quantized_matmul/cpu_dot.h"
+#include "quantized_matmul/cpu_panels.h"
 
 namespace dskernels {
 namespace {
 
-// Rows of the weight in a task: a multiple of every tile's, and small enough to keep all cores busy to the end.
-constexpr int64_t kTaskColumns = 48;
+// Rows of the weight in a task of add_dots: a multiple of every tier's tile, and few enough to keep all cores busy.
+constexpr int64_t kDotTaskColumns = 48;
+constexpr int64_t kMostTaskColumns = 4 * kPanelColumns > kDotTaskColumns ? 4 * kPanelColumns : kDotTaskColumns;
 // Prepared rows of a task: they stay in the second cache while rows of the weight pass by.
-constexpr int64_t kTaskBytes = int64_t{1} << 20;
+constexpr int64_t kTaskBytes = int64_t{5} << 18;
 // Columns up to which an int32 holds any sum of products of codes: 131072 * 127 * 128 < 2^31.
 constexpr int64_t kExactColumns = 131072;
+static_assert(kExactColumns % kBlock == 0);
 
 QuantizedMatmulPlan plan(const QuantizedMatmulArgs& args) {
   QuantizedMatmulPlan plan{};
-  plan.prepared_stride = round_up(prepared_bytes(args), 64);
+  const bool dots = uses_dots(args);
+  plan.tile_rows = dots ? 1 : kTileRows;
+  plan.tile_bytes = tile_bytes(args);
+  plan.tiles = (args.rows + plan.tile_rows - 1) / plan.tile_rows;
   plan.prepare_scratch = prepare_scratch_bytes(args);
-  plan.rows_per_task = clamp_to<int64_t>(kTaskBytes / plan.prepared_stride / kFloatRows * kFloatRows, 16, 1024);
-  plan.rows_per_task = min_of(plan.rows_per_task, round_up(max_of<int64_t>(args.rows, 1), kFloatRows));
-  plan.columns_per_task = kTaskColumns;
-  plan.row_blocks = (args.rows + plan.rows_per_task - 1) / plan.rows_per_task;
-  plan.column_blocks = (args.out_features + kTaskColumns - 1) / kTaskColumns;
-  // Sums of the block, in 32 bits and, for int8, in 64; a row of floats; for floats decoded weights and sums by lane.
-  plan.scratch_bytes = plan.rows_per_task * kTaskColumns * 12 + kTaskColumns * int64_t{4};
-  if (!has_codes(args.scheme)) {
-    plan.scratch_bytes += kFloatColumns * (kFloatStretch * 4 + plan.rows_per_task * kVectorBytes) + 64;
-  }
+  plan.task_columns = dots ? kDotTaskColumns : kPanelColumns * panels_of(args);
+  plan.column_blocks = (args.out_features + plan.task_columns - 1) / plan.task_columns;
+  // Blocks of about the same size.
+  const int64_t most_tiles = max_of<int64_t>(kTaskBytes / plan.tile_bytes, 1);
+  const int64_t blocks = (plan.tiles + most_tiles - 1) / most_tiles;
+  const int64_t tiles = (plan.tiles + blocks - 1) / blocks;
+  plan.task_rows = tiles * plan.tile_rows;
+  plan.row_blocks = (plan.tiles + tiles - 1) / tiles;
+  // Sums in 32 bits, and in 64 for int8; a panel.
+  plan.scratch_bytes = plan.task_rows * plan.task_columns * (is_int8_by_int8(args.scheme) ? 12 : 4);
+  if (!dots) plan.scratch_bytes += PanelScratch(args).bytes(panels_of(args));
   return plan;
 }
 
-// The part of a call that a task computes.
-struct Block {
+// The part of a call that a task computes, and its sums, [rows][task_columns].
+struct Task {
   int64_t first_row, rows, first_column, columns;
+  const uint8_t* tiles;
+  void* sums;
+  void* scratch;
 };
 
-Block block_of(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t task) {
-  const int64_t row = task / plan.column_blocks * plan.rows_per_task;
-  const int64_t column = task % plan.column_blocks * plan.columns_per_task;
-  return {row, min_of(plan.rows_per_task, args.rows - row), column,
-          min_of(plan.columns_per_task, args.out_features - column)};
+Task task_of(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t number, void* scratch) {
+  const int64_t row = number / plan.column_blocks * plan.task_rows;
+  const int64_t column = number % plan.column_blocks * plan.task_columns;
+  char* sums = static_cast<char*>(scratch) + (uses_dots(args) ? 0 : PanelScratch(args).bytes(panels_of(args)));
+  return {row,
+          min_of(plan.task_rows, args.rows - row),
+          column,
+          min_of(plan.task_columns, args.out_features - column),
+          args.prepared + row / plan.tile_rows * plan.tile_bytes,
+          sums,
+          scratch};
 }
 
-const RowHead& head_of(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t row) {
-  return *reinterpret_cast<const RowHead*>(args.prepared + row * plan.prepared_stride);
+const uint8_t* tile_of(const QuantizedMatmulPlan& plan, const Task& task, int64_t row) {
+  return task.tiles + row / plan.tile_rows * plan.tile_bytes;
 }
 
-// out = values + bias, for one row of a block; `values` is overwritten.
-void finish_row(const QuantizedMatmulArgs& args, const Block& block, int64_t row, float* values) {
+const RowHead& head_of(const QuantizedMatmulPlan& plan, const Task& task, int64_t row) {
+  return reinterpret_cast<const RowHead*>(tile_of(plan, task, row))[row % plan.tile_rows];
+}
+
+// out = values + bias, for one row; `values` is overwritten.
+void finish_row(const QuantizedMatmulArgs& args, const Task& task, int64_t row, float* values) {
   if (args.bias != nullptr) {
-    float bias[kTaskColumns];
+    float bias[kMostTaskColumns];
     const char* from =
-        static_cast<const char*>(args.bias) + block.first_column * args.bias_stride * size_of(args.bias_element);
-    load_row(args.bias_element, from, args.bias_stride, block.columns, bias);
-    for (int64_t j = 0; j < block.columns; ++j) values[j] += bias[j];
+        static_cast<const char*>(args.bias) + task.first_column * args.bias_stride * size_of(args.bias_element);
+    load_row(args.bias_element, from, args.bias_stride, task.columns, bias);
+    for (int64_t j = 0; j < task.columns; ++j) values[j] += bias[j];
   }
   char* to = static_cast<char*>(args.out) +
-             ((block.first_row + row) * args.out_features + block.first_column) * size_of(args.element);
-  store_row(args.element, values, 1.0f, block.columns, to, 1);
+             ((task.first_row + row) * args.out_features + task.first_column) * size_of(args.element);
+  store_row(args.element, values, 1.0f, task.columns, to, 1);
 }
 
-// out = ((sum * scale of x) * scale of w) * 2^n + bias.
-template <class Sum>
-void finish_int8_row(const QuantizedMatmulArgs& args, const Block& block, int64_t row, const Sum* sums,
-                     const RowHead& head, float* values) {
-  for (int64_t j = 0; j < block.columns; ++j) {
-    values[j] = static_cast<float>(sums[j]) * head.scale * args.scale[block.first_column + j] * head.unlift;
-  }
-  finish_row(args, block, row, values);
+PanelTask panel_task(const QuantizedMatmulPlan& plan, const Task& task) {
+  return {task.tiles, plan.tile_bytes, task.rows, task.first_column, task.sums, static_cast<char*>(task.scratch)};
 }
 
-// The sum of the codes of a prepared row, of columns [begin, end).
-int32_t code_sum(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t row, int64_t begin,
-                 int64_t end) {
-  const RowHead& head = head_of(args, plan, row);
-  if (end - begin == args.in_features) return head.sum;
-  const int8_t* codes = reinterpret_cast<const int8_t*>(&head) + kHeadBytes;
+// The sum of the codes of columns [begin, end) of a row of a tile of `height` rows.
+int32_t code_sum(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Task& task, int64_t row,
+                 int64_t begin, int64_t end) {
+  if (end - begin == args.in_features) return head_of(plan, task, row).sum;
+  const int64_t place = row % plan.tile_rows, first = row - place;
+  const int64_t height = uses_dots(args) ? 1 : tile_height(min_of(plan.tile_rows, task.rows - first));
+  const int8_t* codes = reinterpret_cast<const int8_t*>(tile_of(plan, task, row)) + kHeadBytes;
   int32_t sum = 0;
-  for (int64_t k = begin; k < end; ++k) sum += codes[k];
+  for (int64_t k = begin; k < end; ++k) sum += codes[(k / 4 * height + place) * 4 + k % 4];
   return sum;
 }
 
-IntegerTile operands(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Block& block) {
-  return {args.prepared + block.first_row * plan.prepared_stride, plan.prepared_stride,
-          args.qweight + block.first_column * args.row_bytes, args.row_bytes};
+// out = ((sum * scale of x) * scale of w) * unlift + bias.
+template <class Sum>
+void finish_int8_row(const QuantizedMatmulArgs& args, const Task& task, int64_t row, const Sum* sums,
+                     const RowHead& head) {
+  float values[kMostTaskColumns];
+  for (int64_t j = 0; j < task.columns; ++j) {
+    values[j] = static_cast<float>(sums[j]) * head.scale * args.scale[task.first_column + j] * head.unlift;
+  }
+  finish_row(args, task, row, values);
 }
 
-void run_int8(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Block& block, void* scratch) {
-  int32_t* sums = static_cast<int32_t*>(scratch);
-  int64_t* wide = reinterpret_cast<int64_t*>(sums + plan.rows_per_task * kTaskColumns);
-  float* values = reinterpret_cast<float*>(wide + plan.rows_per_task * kTaskColumns);
-  const int64_t columns = args.in_features, count = block.rows * kTaskColumns;
+void run_int8(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Task& task) {
+  const int64_t stride = plan.task_columns, columns = args.in_features, count = plan.task_rows * stride;
+  int32_t* sums = static_cast<int32_t*>(task.sums);
+  int64_t* wide = reinterpret_cast<int64_t*>(sums + count);
   const bool is_long = columns > kExactColumns;
   if (is_long) std::memset(wide, 0, static_cast<size_t>(count) * sizeof(int64_t));
   int64_t begin = 0;
   do {
     const int64_t end = min_of(begin + kExactColumns, columns);
     std::memset(sums, 0, static_cast<size_t>(count) * sizeof(int32_t));
-    for (int64_t first = begin; first < end; first += kStretch) {
-      const Int8Block tiles{operands(args, plan, block), first, min_of(first + kStretch, end), sums, kTaskColumns};
-      for_each_tile<kIntegerRows, kIntegerColumns>(block.rows, block.columns, tiles);
+    if (uses_dots(args)) {
+      const int8_t* x = reinterpret_cast<const int8_t*>(task.tiles) + kHeadBytes;
+      const uint8_t* w = args.qweight + task.first_column * args.row_bytes;
+      add_dots({x, plan.tile_bytes, w, args.row_bytes, begin, end, sums, stride}, task.rows, task.columns);
+    } else {
+      if (end > begin) add_panels(args, panel_task(plan, task), begin, end);
     }
-    for (int64_t i = 0; i < block.rows; ++i) {
-      const uint32_t excess =
-          uint32_t{kDotOffset} * static_cast<uint32_t>(code_sum(args, plan, block.first_row + i, begin, end));
-      for (int64_t j = 0; j < block.columns; ++j) {
-        int32_t* sum = sums + i * kTaskColumns + j;
-        *sum = static_cast<int32_t>(static_cast<uint32_t>(*sum) - excess);
-        if (is_long) wide[i * kTaskColumns + j] += *sum;
+    for (int64_t i = 0; i < task.rows; ++i) {
+      const uint32_t codes = static_cast<uint32_t>(code_sum(args, plan, task, i, begin, end));
+      for (int64_t j = 0; j < task.columns; ++j) {
+        int32_t* sum = sums + i * stride + j;
+        *sum = static_cast<int32_t>(static_cast<uint32_t>(*sum) - uint32_t{kCodeOffset} * codes);
+        if (is_long) wide[i * stride + j] += *sum;
       }
     }
     begin = end;
   } while (begin < columns);
-  for (int64_t i = 0; i < block.rows; ++i) {
-    const RowHead& head = head_of(args, plan, block.first_row + i);
-    if (is_long) {
-      finish_int8_row(args, block, i, wide + i * kTaskColumns, head, values);
-    } else {
-      finish_int8_row(args, block, i, sums + i * kTaskColumns, head, values);
+  for (int64_t i = 0; i < task.rows; ++i) {
+    const RowHead& head = head_of(plan, task, i);
+    is_long ? finish_int8_row(args, task, i, wide + i * stride, head)
+            : finish_int8_row(args, task, i, sums + i * stride, head);
+  }
+}
+
+// Those whose scales change along a row: they are in the sums already.
+void run_blocks(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Task& task) {
+  float* sums = static_cast<float*>(task.sums);
+  std::memset(sums, 0, static_cast<size_t>(plan.task_rows * plan.task_columns) * sizeof(float));
+  if (args.in_features > 0) add_panels(args, panel_task(plan, task), 0, args.in_features);
+  for (int64_t i = 0; i < task.rows; ++i) {
+    float* values = sums + i * plan.task_columns;
+    if (args.scheme == Scheme::kInt4Dynamic) {
+      const RowHead& head = head_of(plan, task, i);
+      for (int64_t j = 0; j < task.columns; ++j) values[j] = values[j] * head.scale * head.unlift;
     }
-  }
-}
-
-void run_int4(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Block& block, void* scratch) {
-  float* sums = static_cast<float*>(scratch);
-  const Int4Block tiles{args, operands(args, plan, block), block.first_column, sums, kTaskColumns};
-  for_each_tile<kIntegerRows, kIntegerColumns>(block.rows, block.columns, tiles);
-  for (int64_t i = 0; i < block.rows; ++i) {
-    const RowHead& head = head_of(args, plan, block.first_row + i);
-    float* values = sums + i * kTaskColumns;
-    for (int64_t j = 0; j < block.columns; ++j) values[j] = values[j] * head.scale * head.unlift;
-    finish_row(args, block, i, values);
-  }
-}
-
-template <class Weights>
-void run_floats(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Block& block, void* scratch) {
-  VecF* lanes = static_cast<VecF*>(scratch);
-  float* decoded = reinterpret_cast<float*>(lanes + plan.rows_per_task * kFloatColumns);
-  float* sums = decoded + kFloatColumns * kFloatStretch;
-  const uint8_t* x = args.prepared + block.first_row * plan.prepared_stride + kHeadBytes;
-  const int64_t stride = plan.prepared_stride / int64_t{sizeof(float)};
-  const FloatBlock<Weights> tiles{args,        reinterpret_cast<const float*>(x), stride, block.first_column, sums,
-                                  kTaskColumns};
-  multiply_floats(tiles, block.rows, block.columns, decoded, lanes);
-  for (int64_t i = 0; i < block.rows; ++i) {
-    float* values = sums + i * kTaskColumns;
-    if constexpr (__is_same(Weights, Int8Weights)) {
-      for (int64_t j = 0; j < block.columns; ++j) values[j] *= args.scale[block.first_column + j];
+    if (args.scheme == Scheme::kInt8WeightOnly) {
+      for (int64_t j = 0; j < task.columns; ++j) values[j] *= args.scale[task.first_column + j];
     }
-    finish_row(args, block, i, values);
+    finish_row(args, task, i, values);
   }
 }
 
-void run(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t task, void* scratch) {
-  const Block block = block_of(args, plan, task);
-  switch (args.scheme) {
-    case Scheme::kInt8Dynamic:
-    case Scheme::kInt8Static: return run_int8(args, plan, block, scratch);
-    case Scheme::kInt4Dynamic: return run_int4(args, plan, block, scratch);
-    case Scheme::kInt8WeightOnly: return run_floats<Int8Weights>(args, plan, block, scratch);
-    case Scheme::kFp8Block: return run_floats<Fp8Weights>(args, plan, block, scratch);
-    case Scheme::kInt4WeightOnly:
-      return has_whole_groups(args) ? run_floats<Int4Weights<true>>(args, plan, block, scratch)
-                                    : run_floats<Int4Weights<false>>(args, plan, block, scratch);
-  }
+void run(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t number, void* scratch) {
+  const Task task = task_of(args, plan, number, scratch);
+  is_int8_by_int8(args.scheme) ? run_int8(args, plan, task) : run_blocks(args, plan, task);
 }
 
 }  // namespace
@@ -170,7 +167,7 @@ void run(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64
 namespace DSKERNELS_TIER {
 
 extern const QuantizedMatmulKernels quantized_matmul_kernels;
-const QuantizedMatmulKernels quantized_matmul_kernels = {plan, prepare_row, run};
+const QuantizedMatmulKernels quantized_matmul_kernels = {plan, prepare_tile, run};
 
 }  // namespace DSKERNELS_TIER
 }  // namespace dskernels
