@@ -21,6 +21,8 @@ constexpr int kPanelColumns = 2 * kLanes;
 // Columns of the weight that are unpacked at a time: with a tile of x they stay in the first cache. A scale is applied
 // at the latest after so many, which also keeps sums of floats short, and their errors small.
 constexpr int64_t kBlock = 128;
+// Sums of int8 codes by int8 codes are exact and have no scale before the end.
+constexpr int64_t kCodeBlock = 512;
 
 // Rows of x for which int8 weights are packed into panels first, which pays when they are used often enough. Without
 // AVX-512 it never does: there multiplying takes several instructions, and packing saves none of them.
@@ -52,7 +54,8 @@ struct Columns {
 
 // The block that starts at column `first`: it ends with its group, at a multiple of kBlock, or with the row.
 DSKERNELS_INLINE Columns block_at(const QuantizedMatmulArgs& args, int64_t first) {
-  int64_t end = min_of((first / kBlock + 1) * kBlock, args.in_features), group = 0;
+  const int64_t size = is_int8_by_int8(args.scheme) ? kCodeBlock : kBlock;
+  int64_t end = min_of((first / size + 1) * size, args.in_features), group = 0;
   if (args.groups > 1) {
     group = first / args.group_size;
     end = min_of(end, (group + 1) * args.group_size);

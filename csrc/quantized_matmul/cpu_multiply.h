@@ -89,10 +89,10 @@ DSKERNELS_NOINLINE void multiply_coded_floats(const float* x, int64_t columns, c
 template <int rows>
 DSKERNELS_NOINLINE void multiply_codes(const int8_t* x, int64_t steps, const PanelBlock& block, VecI* sums) {
   typedef uint32_t VecU __attribute__((vector_size(kVectorBytes)));
-  const Bytes* panel = static_cast<const Bytes*>(block.unpacked);
   VecI part[2 * rows] = {};
   for (int64_t s = 0; s < steps; ++s) {
-    const Bytes first = panel[2 * s], second = panel[2 * s + 1];
+    const Bytes first = reinterpret_cast<Bytes>(block.turned[2 * s]);
+    const Bytes second = reinterpret_cast<Bytes>(block.turned[2 * s + 1]);
     DSKERNELS_UNROLL
     for (int i = 0; i < rows; ++i) {
       const Bytes codes = broadcast_codes(x + (s * rows + i) * 4);

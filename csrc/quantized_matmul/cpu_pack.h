@@ -97,11 +97,11 @@ DSKERNELS_INLINE void load_turned(const void* base, int64_t row_bytes, const int
   turn(v);
 }
 
-// Of a block of columns, codes as they are stored, turned: turned[dword][half].
-constexpr int64_t kMostDwords = kBlock / 4;
+// Of a block of columns, codes as they are stored, or int8 codes as factors, turned: turned[dword][half].
+constexpr int64_t kMostDwords = kCodeBlock / 4;
 
 // `columns`: in a dword, four or eight.
-template <int columns>
+template <int columns, bool factors = false>
 DSKERNELS_NOINLINE void turn_block(const QuantizedMatmulArgs& args, const PanelRows& panel, int64_t first, int64_t end,
                                    VecI* turned) {
   for (int64_t k = first; k < end; k += kLanes * columns) {
@@ -110,7 +110,9 @@ DSKERNELS_NOINLINE void turn_block(const QuantizedMatmulArgs& args, const PanelR
       load_turned(args.qweight, args.row_bytes, panel.rows + half * kLanes, k * 4 / columns, v);
       VecI* to = turned + (k - first) / columns * 2 + half;
       DSKERNELS_UNROLL
-      for (int d = 0; d < kLanes; ++d) to[2 * d] = v[d];
+      for (int d = 0; d < kLanes; ++d) {
+        to[2 * d] = factors ? reinterpret_cast<VecI>(as_factor(reinterpret_cast<Bytes>(v[d]))) : v[d];
+      }
     }
   }
 }
@@ -191,11 +193,6 @@ DSKERNELS_NOINLINE void unpack_floats(const VecI* turned, int64_t columns, const
       for (int half = 0; half < 2; ++half) *panel++ = codes.value(turned[half], i, zero + half);
     }
   }
-}
-
-// int8 codes of a block as factors, panel[step][half].
-DSKERNELS_NOINLINE void unpack_codes(const VecI* turned, int64_t steps, Bytes* panel) {
-  for (int64_t i = 0; i < 2 * steps; ++i) panel[i] = as_factor(reinterpret_cast<Bytes>(turned[i]));
 }
 
 // Nibbles of a block: a dword of eight becomes two of four codes.

@@ -108,14 +108,13 @@ inline void unpack(const QuantizedMatmulArgs& args, const BlockOfTask& block, vo
   const int64_t columns = block.columns.end - block.columns.first;
   VecF* floats = static_cast<VecF*>(to);
   switch (args.scheme) {
-    case Scheme::kInt8Dynamic:
-    case Scheme::kInt8Static: return unpack_codes(panel.turned, (columns + 3) / 4, static_cast<Bytes*>(to));
     case Scheme::kInt4Dynamic: return unpack_nibbles(panel.turned, (columns + 7) / 8, static_cast<Bytes*>(to));
     case Scheme::kInt8WeightOnly: return unpack_floats<Int8Codes>(panel.turned, columns, panel.zero, floats);
     case Scheme::kFp8Block: return unpack_floats<Fp8Codes>(panel.turned, columns, panel.zero, floats);
     case Scheme::kInt4WeightOnly:
       return panel.zero == nullptr ? unpack_floats<Int4Codes<false>>(panel.turned, columns, panel.zero, floats)
                                    : unpack_floats<Int4Codes<true>>(panel.turned, columns, panel.zero, floats);
+    default: return;  // int8 codes by int8 codes need no unpacking
   }
 }
 
@@ -160,7 +159,7 @@ struct PanelTask {
 inline void add_panels(const QuantizedMatmulArgs& args, const PanelTask& task, int64_t begin, int64_t end) {
   const PanelScratch at(args);
   const int64_t panels = panels_of(args), padded = padded_columns(args);
-  const bool fused = task.rows <= kFusedRows && !is_int8_by_int8(args.scheme);
+  const bool codes_only = is_int8_by_int8(args.scheme), fused = task.rows <= kFusedRows && !codes_only;
   PanelRows rows[kMostPanels];
   for (int64_t p = 0; p < panels; ++p) {
     rows[p] = panel_rows(args, task.first_column + p * kPanelColumns);
@@ -171,12 +170,17 @@ inline void add_panels(const QuantizedMatmulArgs& args, const PanelTask& task, i
     const Columns columns = block.columns;
     for (int64_t p = 0; p < panels; ++p) {
       VecI* turned = at.turned(task.scratch, p);
-      is_int4(args.scheme) ? turn_block<8>(args, rows[p], columns.first, columns.end, turned)
-                           : turn_block<4>(args, rows[p], columns.first, columns.end, turned);
+      if (is_int4(args.scheme)) {
+        turn_block<8>(args, rows[p], columns.first, columns.end, turned);
+      } else if (codes_only) {
+        turn_block<4, true>(args, rows[p], columns.first, columns.end, turned);
+      } else {
+        turn_block<4>(args, rows[p], columns.first, columns.end, turned);
+      }
       const VecF* zero = args.zero_point == nullptr ? nullptr : at.zero(task.scratch, p) + 2 * columns.group;
       block.panel[p] = {turned, at.unpacked(task.scratch, panels), at.scale(task.scratch, p) + 2 * columns.group, zero};
     }
-    if (!fused) unpack(args, block, at.unpacked(task.scratch, panels));
+    if (!fused && !codes_only) unpack(args, block, at.unpacked(task.scratch, panels));
     for (int64_t row = 0; row < task.rows; row += kTileRows) {
       const int height = tile_height(min_of<int64_t>(kTileRows, task.rows - row));
       const uint8_t* x = task.tiles + row / kTileRows * task.tile_bytes + kHeadBytes;

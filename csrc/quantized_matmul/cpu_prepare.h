@@ -16,7 +16,7 @@ namespace dskernels {
 namespace {
 
 struct RowHead {
-  float scale;   // step of the codes; NaN where the row is not finite
+  float scale;   // step of the codes, NaN where the row is not finite; 1 for floats
   float unlift;  // a power of two that the result is multiplied by
   int32_t sum;   // of the codes, modulo 2^32
 };
@@ -136,6 +136,14 @@ inline void store_block_sums(const QuantizedMatmulArgs& args, const int8_t* code
   }
 }
 
+// Brings a row of huge floats down by 2^64, so that no sum of them overflows whose scaled value does not.
+inline RowHead lift_row(const QuantizedMatmulArgs& args, float* x) {
+  const int32_t bits = largest_bits(x, args.in_features);
+  if (bits >= kInfinityBits || from_bits(bits) <= 0x1p60f) return {1.0f, 1.0f, 0};
+  for (int64_t k = 0; k < args.in_features; ++k) x[k] *= 0x1p-64f;
+  return {1.0f, 0x1p64f, 0};
+}
+
 // The row rounded to e4m3 in blocks of 128, as floats: see quantize_blocks in dskernels/quantized_matmul/reference.py.
 inline void round_blocks_to_fp8(float* x, int64_t columns) {
   for (int64_t first = 0; first < columns; first += 128) {
@@ -201,10 +209,14 @@ void prepare_tile(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& pl
     char* row = ready + i * row_bytes;
     float* values = codes ? floats : reinterpret_cast<float*>(row);
     load_activations(args, first + i, room, values, floats + room);
-    if (args.scheme == Scheme::kFp8Block) round_blocks_to_fp8(values, args.in_features);
-    if (!codes) continue;
+    RowHead& head = reinterpret_cast<RowHead*>(out)[i];
+    if (!codes) {
+      head = lift_row(args, values);
+      if (args.scheme == Scheme::kFp8Block) round_blocks_to_fp8(values, args.in_features);
+      continue;
+    }
     int8_t* row_codes = reinterpret_cast<int8_t*>(row);
-    reinterpret_cast<RowHead*>(out)[i] = quantize_row(args, values, room, row_codes);
+    head = quantize_row(args, values, room, row_codes);
     if (args.scheme == Scheme::kInt4Dynamic) {
       store_block_sums(args, row_codes, height, sums + i);
       split_even_and_odd(row_codes, room);

@@ -8,11 +8,12 @@ namespace {
 // Rows of the weight in a task of add_dots: a multiple of every tier's tile, and few enough to keep all cores busy.
 constexpr int64_t kDotTaskColumns = 48;
 constexpr int64_t kMostTaskColumns = 4 * kPanelColumns > kDotTaskColumns ? 4 * kPanelColumns : kDotTaskColumns;
-// Prepared rows of a task: they stay in the second cache while rows of the weight pass by.
-constexpr int64_t kTaskBytes = int64_t{5} << 18;
+// Prepared rows of a task. They pass by once for each panel, in order, so the last cache serves; and a panel is
+// unpacked once for all of them.
+constexpr int64_t kTaskBytes = int64_t{5} << 20;
 // Columns up to which an int32 holds any sum of products of codes: 131072 * 127 * 128 < 2^31.
 constexpr int64_t kExactColumns = 131072;
-static_assert(kExactColumns % kBlock == 0);
+static_assert(kExactColumns % kCodeBlock == 0);
 
 QuantizedMatmulPlan plan(const QuantizedMatmulArgs& args) {
   QuantizedMatmulPlan plan{};
@@ -146,13 +147,11 @@ void run_blocks(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan
   if (args.in_features > 0) add_panels(args, panel_task(plan, task), 0, args.in_features);
   for (int64_t i = 0; i < task.rows; ++i) {
     float* values = sums + i * plan.task_columns;
-    if (args.scheme == Scheme::kInt4Dynamic) {
-      const RowHead& head = head_of(plan, task, i);
-      for (int64_t j = 0; j < task.columns; ++j) values[j] = values[j] * head.scale * head.unlift;
-    }
     if (args.scheme == Scheme::kInt8WeightOnly) {
       for (int64_t j = 0; j < task.columns; ++j) values[j] *= args.scale[task.first_column + j];
     }
+    const RowHead& head = head_of(plan, task, i);
+    for (int64_t j = 0; j < task.columns; ++j) values[j] = values[j] * head.scale * head.unlift;
     finish_row(args, task, i, values);
   }
 }
