@@ -46,11 +46,13 @@ class Prepared:
         notes: what a reader of the results should know, such as the block size that a peer chose.
         comparable: brings what ``run`` returned into the form of ``Problem.expected``, outside the timing. Default: it
             has that form.
+        own_threads: it works in threads of its own, not in those of torch.
     """
 
     run: Callable[[], Results]
     notes: Mapping[str, Any] = field(default_factory=dict)
     comparable: Callable[[Results], Results] = lambda results: results
+    own_threads: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +64,18 @@ class Competitor:
         title: how tables call it.
         refuses: the reason why it cannot take a problem here, or None.
         prepare: does all that is not part of the work (masks, tables, compilation), outside the timing.
-        allowed_error: relative root mean square error that it may have, where that is more than peers may have.
+        allowed_error: relative root mean square error that it may have in a problem, where that is more than peers may
+            have.
+        expected: for our own work where it approximates ``Problem.expected``: what its reference gives for a problem,
+            inputs and dtype. Results are held closely to this, and within ``allowed_error`` to the problem's.
     """
 
     name: str
     title: str
     refuses: Callable[[Any], str | None]
     prepare: Callable[[Any, Any], Prepared]
-    allowed_error: float = 0.0
+    allowed_error: Callable[[Any], float] = lambda problem: 0.0
+    expected: Callable[[Any, Any, torch.dtype], list[Tensor]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +101,10 @@ class Case:
         baseline: name of the lane that the others are divided by.
         targets: for a lane, how many times the baseline's time it must take at least; for ``"sgemm"`` and ``"copy"``,
             the share of that ceiling that the baseline must reach at least.
-        limits: for a lane, how many times the baseline's time and memory it may take at most.
+        limits: for a lane, how many times the baseline's time it may take at most; in a sweep, its memory, too.
         sweep: what changes from lane to lane, for plots: the axis and a value for each lane.
         device: where it runs.
+        seconds: time that it is given, unless the command line says another.
     """
 
     op: str
@@ -110,3 +117,4 @@ class Case:
     limits: Mapping[str, float] = field(default_factory=dict)
     sweep: tuple[str, tuple[int, ...]] | None = None
     device: str = "cpu"
+    seconds: float = 20.0

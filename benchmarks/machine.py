@@ -15,13 +15,14 @@ import torch
 
 import dskernels as dk
 
-# What puts dskernels, ATen's own kernels, MKL and oneDNN on one instruction set. All are read when they are loaded.
+# What puts dskernels, ATen's own kernels, MKL, oneDNN and FBGEMM on one instruction set, each when it is loaded.
 _TIER_ENVIRONMENT = {
     "AVX2": {
         "DSKERNELS_CPU_TIER": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2",
     }
 }
 _TIER_INDUCTOR_BITS = {"AVX2": 256}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -18,8 +19,9 @@ from benchmarks.results import Record
 from benchmarks.summary import CaseResult, LaneResult, duration, ratio_text, summarize
 
 _OUR_COLOUR = "#1b6ca8"
-_PEER_COLOURS = ("#e0912f", "#7a9a57", "#9573a8", "#b0b0b0")
+_PEER_COLOURS = ("#e0912f", "#7a9a57", "#9573a8", "#b0b0b0", "#c9a227", "#5fa3a3")
 _MISSED_COLOUR = "#c62828"
+_LEGEND_COLUMNS = 4
 _STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -85,7 +87,7 @@ def _draw_bars(axes: Axes, cases: list[CaseResult]) -> None:
                 axes.text(value * 1.06, y, text, va="center", fontsize=8, color=colour)
             y += 1.0
         ticks.append((top + y - 1.0) / 2)
-        labels.append(case.head.case_title.replace(", B", "\nB"))
+        labels.append(re.sub(r", (?=[BM]\d)", "\n", case.head.case_title))
         y += 0.7
     _finish_bars(axes, cases, colours, ticks, labels, (left, 1e3 * max(times)))
 
@@ -136,7 +138,8 @@ def _finish_bars(
     axes.set_axisbelow(True)
     titles = {lane.record.name: lane.record.title for case in cases for lane in case.lanes}
     handles = [matplotlib.patches.Patch(color=colours[name], label=title) for name, title in titles.items()]
-    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles), frameon=False)
+    columns = min(len(handles), _LEGEND_COLUMNS)
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, frameon=False)
 
 
 def _colours(cases: list[CaseResult]) -> dict[str, str]:

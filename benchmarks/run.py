@@ -24,7 +24,6 @@ from benchmarks.verify import Expected, why_wrong
 
 _ROOT = Path(__file__).parent.parent
 _RESULTS = Path(__file__).parent / "results"
-_SECONDS = 20.0
 _QUICK_REPEATS = 3
 _NO_PEERS = "none"
 
@@ -90,7 +89,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tier", choices=machine.TIERS, help="put us and all peers on this CPU tier")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--repeats", type=int, help="rounds a case")
-    length.add_argument("--seconds", type=float, default=_SECONDS, help="time a case; default: %(default)s")
+    length.add_argument("--seconds", type=float, help="time a case; default: what the case says")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the harness; stored only with --out")
     parser.add_argument("--report", action="store_true", help="then refresh README.md's table, if any, and the picture")
@@ -143,6 +142,7 @@ def run_case(case: Case, options: argparse.Namespace, about: dict[str, Any]) -> 
     print(f"\n{case.name}: {case.title}")
     records: dict[str, Record] = {lane.name: _record(case, lane, about) for lane in case.lanes}
     runs: dict[str, Callable[[], Any]] = {}
+    own_threads = set()
     for problem in dict.fromkeys(lane.problem for lane in case.lanes):
         inputs = problem.draw()
         expected = Expected(problem, inputs)
@@ -152,6 +152,7 @@ def run_case(case: Case, options: argparse.Namespace, about: dict[str, Any]) -> 
             prepared = _prepared(lane, inputs, expected, records[lane.name], options.peers)
             if prepared is not None:
                 runs[lane.name] = prepared.run
+                own_threads |= {lane.name} if prepared.own_threads else set()
         # The sizes of a sweep need their memory one after the other.
         del expected
     if case.baseline not in runs:
@@ -162,10 +163,12 @@ def run_case(case: Case, options: argparse.Namespace, about: dict[str, Any]) -> 
     tops = {top.name: top for top in ceilings(quick=options.quick)}
     records |= {name: _ceiling_record(case, top, about) for name, top in tops.items()}
     runs |= {name: top.run for name, top in tops.items()}
-    for name, turns in take_turns(runs, seconds=options.seconds, repeats=options.repeats).items():
+    length: dict[str, Any] = {"seconds": case.seconds if options.seconds is None else options.seconds}
+    length |= {"repeats": options.repeats, "own_threads": own_threads}
+    for name, turns in take_turns(runs, **length).items():
         records[name].turns = turns
     del runs, tops
-    if case.limits:
+    if case.limits and case.sweep:
         _measure_memory(case, records, options.quick)
     return list(records.values())
 

@@ -142,8 +142,9 @@ def _checks(head: Record, lanes: list[LaneResult], shares: dict[str, Ratio]) -> 
         reached, reason = _ratio_of(by_name, name, head.baseline)
         of = f"{name} ≤ {bound:g}× that of {head.baseline}"
         checks.append(Check(f"time of {of}", name, bound, reached, reason, at_most=True))
-        memory = memory_ratio(by_name, name, head.baseline)
-        checks.append(Check(f"peak memory of {of}", name, bound, memory, "no memory figures", at_most=True))
+        if head.sweep:
+            memory = memory_ratio(by_name, name, head.baseline)
+            checks.append(Check(f"peak memory of {of}", name, bound, memory, "no memory figures", at_most=True))
     return checks
 
 

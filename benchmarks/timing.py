@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 Turns = list[list[float]]
@@ -17,9 +17,17 @@ _TURN_SECONDS = 0.05
 _MOST_CALLS = 10
 _WARM_BELOW_SECONDS = 0.1
 
+# Workers wait for more work before they sleep, and take a core meanwhile: torch's for about 10 ms, those of ONNX
+# Runtime for 40.
+_REST_SECONDS = 0.1
+
 
 def take_turns(
-    runs: Mapping[str, Callable[[], Any]], *, seconds: float = 0.0, repeats: int | None = None
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    seconds: float = 0.0,
+    repeats: int | None = None,
+    own_threads: Collection[str] = (),
 ) -> dict[str, Turns]:
     """Times every function in turn, round after round.
 
@@ -27,6 +35,8 @@ def take_turns(
         runs: what to time, by name, in the order of a round; each has run before, so that nothing is first-time work.
         seconds: start no new round after this time, once there are `LEAST_TURNS`.
         repeats: this many rounds instead.
+        own_threads: names of those who do not work in torch's threads. Whoever follows one of them, and whoever of
+            them follows another, waits until the other's threads sleep.
 
     Returns:
         For each name a list of turns, one a round, each a list of the seconds of its calls.
@@ -37,10 +47,13 @@ def take_turns(
     gc.disable()
     try:
         start = time.perf_counter()
-        rounds = 0
+        rounds, previous = 0, None
         while rounds < repeats if repeats is not None else rounds < LEAST_TURNS or _since(start) < seconds:
             for name, run in runs.items():
+                if name in own_threads or previous in own_threads:
+                    time.sleep(_REST_SECONDS)
                 turns[name].append(_turn(run, estimates[name]))
+                previous = name
             rounds += 1
     finally:
         if collecting:

@@ -109,6 +109,12 @@ def test_verdicts_of_limits(peaks, limit, met):
     assert tuple(check.met for check in case.checks) == met
 
 
+def test_limits_are_of_time_alone_where_there_is_no_sweep():
+    records = [dataclasses.replace(record, sweep={}) for record in _growth((None, None))]
+    (case,) = summarize(records)
+    assert [(check.what, check.met) for check in case.checks] == [("time of N=16 ≤ 4.4× that of N=8", True)]
+
+
 def test_memory_that_was_not_measured_is_no_success():
     (case,) = summarize(_growth((None, None)))
     assert [check.met for check in case.checks] == [True, None]

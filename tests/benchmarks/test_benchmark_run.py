@@ -123,6 +123,23 @@ def test_every_case_runs_with_all_peers(tmp_path, op):
     assert lanes == {(case.name, name): "timed" for case in op.cases() for name in names}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["--repeats", "1"], (7.0, 1)), (["--seconds", "0.5"], (0.5, None)), ([], (7.0, None))],
+    ids=["repeats", "seconds", "default"],
+)
+def test_cases_say_how_long_they_are_timed_unless_told(monkeypatch, arguments, expected):
+    (case,) = (case for case in cases.cases(quick=True) if case.name == "forward-fp32")
+    given = []
+    monkeypatch.setattr(
+        run, "take_turns", lambda runs, *, seconds, repeats, own_threads: given.append((seconds, repeats)) or {}
+    )
+    options = run._options(["--peers", "none", *arguments])
+    options.quick = True
+    run.run_case(dataclasses.replace(case, seconds=7.0), options, {})
+    assert given == [expected]
+
+
 def test_records_say_where_they_come_from(tmp_path):
     _, records = _run(tmp_path, "--case", "forward-bf16", "--peers", "sdpa_mask")
     for record in records:

@@ -63,5 +63,14 @@ def test_contestants_run_in_turn():
     assert changes == ["a", "b"] * 4
 
 
+def test_those_with_threads_of_their_own_wait_for_the_others_and_they_for_them(monkeypatch):
+    order = []
+    monkeypatch.setattr("time.sleep", lambda seconds: order.append("rest"))
+    runs = {name: lambda name=name: order.append(name) for name in ("a", "own", "b", "c")}
+    take_turns(runs, repeats=2, own_threads={"own"})
+    changes = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
+    assert changes == ["a", "own", "b", "c", *["a", "rest", "own", "rest", "b", "c"] * 2]
+
+
 def test_short_budget_still_gives_the_least_number_of_turns():
     assert len(take_turns({"a": lambda: None}, seconds=0.0)["a"]) == LEAST_TURNS
