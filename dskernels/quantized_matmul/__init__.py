@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dskernels._library import why_not_unasked
 from dskernels._registry import Backend, Operator, register
-from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu
+from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu, why_not_triton
 from dskernels.quantized_matmul.reference import quantized_matmul_reference
 from dskernels.quantized_matmul.schema import forward_op
+from dskernels.quantized_matmul.triton_schema import triton_forward_op
 from dskernels.quantized_matmul.weight import SCHEMES, QuantizedWeight, dequantize, quantize_weight
 
 __all__ = ["QuantizedWeight", "quantize_weight", "quantized_matmul"]
@@ -102,6 +104,14 @@ def _cpu_refuses(call: QuantizedMatmulCall) -> str | None:
     return why_not_cpu(call)
 
 
+def _triton_refuses(call: QuantizedMatmulCall) -> str | None:
+    return why_not_triton(call)
+
+
+def _triton_unasked(call: QuantizedMatmulCall) -> str | None:
+    return why_not_unasked(call.x.device)
+
+
 def _example() -> tuple[list[Tensor], dict[str, Any]]:
     weight = quantize_weight(torch.randn(67, 150), "int4_dynamic", group_size=32, symmetric=False)
     return [torch.randn(2, 5, 150)], {"weight": weight, "bias": torch.randn(67)}
@@ -113,6 +123,7 @@ _operator = register(
         prepare=prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: (forward_op(*call),)),
+            Backend("triton", _triton_refuses, lambda call: (triton_forward_op(*call),), _triton_unasked),
             Backend("reference", lambda call: None, _by_reference),
         ),
         example=_example,
