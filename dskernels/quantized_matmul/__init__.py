@@ -53,8 +53,11 @@ def quantized_matmul(
         ValueError: shapes, dtypes or devices do not fit each other.
         RuntimeError: the backend that was asked for cannot serve the call.
 
-    Backends: ``cpu`` (float32, bfloat16, float16), ``reference`` (everything, any device; differentiable any number of
-    times). Under autocast x is cast to the autocast dtype.
+    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16), ``reference`` (everything, any device; differentiable
+    any number of times). ``triton`` serves CUDA tensors, and, where it is asked for, those on the CPU in its
+    interpreter (``TRITON_INTERPRET=1``). It splits sums as the number of rows suggests, so that with it a row has the
+    same bits in every batch in int8_dynamic and int8_static alone; for the gradient of x it rounds W to the dtype of
+    that gradient, as tensor cores take it. Under autocast x is cast to the autocast dtype.
 
     Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference", 2018, section 2; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.

@@ -1,8 +1,8 @@
 """quantized_matmul in Triton: the product with codes, in one pass or split, and the gradient of x.
 
 A step of the product is a tile of columns of one group, by `tl.dot` in the type of the codes: int8 by int8 into int32,
-or x's own float by codes, which float16 and bfloat16 hold exactly, into float32. Scales are applied to sums, in float32:
-to that of a step where groups share them, to that of all columns where channels do.
+or x's own float by codes, which float16 and bfloat16 hold exactly, into float32. Scales are applied to sums, in
+float32: to that of a step where groups share them, to that of all columns where channels do.
 
 Few rows make few tiles, too few for the processors of a GPU. So the steps of a tile are split between programs, which
 leave their sums in memory for a second kernel to add up in a fixed order: no atomics, and the same bits on every run.
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dskernels._library import autocast_disabled
 from dskernels.quantized_matmul.triton_codes import (
+    columns_of_scale,
     dequantize,
     quantize_blocks,
     quantize_rows,
@@ -49,8 +50,8 @@ TILES = {
     "int8": {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3), 128: Tile(128, 128, 64, 8, 3)},
     "int4": {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 128, 4, 3), 128: Tile(128, 128, 64, 8, 3)},
     "half": {16: Tile(16, 64, 128, 4, 4), 64: Tile(64, 64, 64, 4, 3), 128: Tile(128, 128, 64, 8, 3)},
-    "float": {16: Tile(16, 32, 64, 4, 2), 64: Tile(64, 32, 32, 8, 2)},
-    "fp8": {16: Tile(16, 64, 128, 4, 3), 64: Tile(64, 64, 128, 4, 2), 128: Tile(128, 128, 64, 8, 2)},
+    "float": {16: Tile(16, 64, 32, 4, 2), 32: Tile(32, 64, 32, 4, 2)},
+    "fp8": {16: Tile(16, 64, 128, 4, 3), 64: Tile(64, 64, 64, 4, 3), 128: Tile(128, 128, 64, 8, 2)},
 }
 # The interpreter has no shared memory to fit. Small tiles have more edges to get right; unequal ones tell rows from
 # columns.
@@ -66,18 +67,7 @@ _JOINED_COLUMNS = 256
 
 
 @triton.jit
-def _store_result(
-    total,
-    out,
-    row_scale,
-    unlift,
-    channel_scale,
-    bias,
-    row,
-    column,
-    rows,
-    columns,
-):
+def _store_result(total, out, row_scale, unlift, channel_scale, bias, row, column, rows, columns):
     """``total * row_scale * channel_scale * unlift + bias``, as far as they are there, rounded once into ``out``."""
     inside, wide = row < rows, column < columns
     result = total.to(tl.float32)
@@ -101,7 +91,7 @@ def _int4_product(x_tile, codes, zero):
         # A product a row and column, not a subtraction a code; nor would int8 hold every difference.
         product -= tl.sum(x_tile.to(tl.int32), 1)[:, None] * zero[None, :]
     else:
-        codes = (codes.to(tl.int32) - zero[:, None]).to(x_tile.dtype)
+        codes = codes.to(x_tile.dtype) - zero.to(x_tile.dtype)[:, None]
         product = tl.dot(x_tile, tl.trans(codes), input_precision="ieee")
     return product.to(tl.float32)
 
@@ -123,6 +113,7 @@ def _quantized_matmul_kernel(
     rows,
     columns,
     depth,
+    width,
     group_size,
     groups,
     steps_of_group,
@@ -132,12 +123,16 @@ def _quantized_matmul_kernel(
     tiles,
     INT4: tl.constexpr,
     FP8: tl.constexpr,
+    REGULAR: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One tile of ``out``; where that is not ``WHOLE``, one split of its sums."""
+    """One tile of ``out``; where that is not ``WHOLE``, one split of its sums.
+
+    ``REGULAR``: a step ends where the next begins, whatever the groups, so that addresses are known to be aligned.
+    """
     split, tile = tl.program_id(0) % splits, tl.program_id(0) // splits
     # Tiles that read the same rows of the weight follow each other.
     row = tile % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -151,13 +146,16 @@ def _quantized_matmul_kernel(
     first = split * steps_of_split
     for step in range(first, tl.minimum(first + steps_of_split, steps)):
         group = step // steps_of_group
-        k = group * group_size + step % steps_of_group * BLOCK_K
-        end = tl.minimum(group * group_size + group_size, depth)
+        if REGULAR:
+            k, end = step * BLOCK_K, depth
+        else:
+            k = group * group_size + step % steps_of_group * BLOCK_K
+            end = tl.minimum(group * group_size + group_size, depth)
         at = k + tl.arange(0, BLOCK_K)
         # What follows the end of a group counts for nothing, since x is 0 there.
         seen = row_inside[:, None] & (at < end)[None, :]
         x_tile = tl.load(x_row[:, None] + at.to(tl.int64)[None, :] * x_column_stride, mask=seen, other=0)
-        codes = weight_codes(qweight, column, column_inside, k, end, depth, INT4, FP8, BLOCK_N, BLOCK_K)
+        codes = weight_codes(qweight, column, column_inside, k, width, INT4, FP8, BLOCK_N, BLOCK_K)
         if INT4:
             in_scale = column_64 * groups + group
             product = _int4_product(x_tile, codes, zero_points(zero_point, in_scale, column_inside))
@@ -312,6 +310,7 @@ def _launch(
         rows,
         columns,
         depth,
+        qweight.shape[1],
         group_size,
         cut.groups,
         cut.steps_of_group,
@@ -321,6 +320,7 @@ def _launch(
         tiles,
         INT4=is_int4,
         FP8=scheme == "fp8_block",
+        REGULAR=cut.groups <= 1 or group_size % tile.depth == 0,
         WHOLE=cut.splits == 1,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
@@ -360,10 +360,7 @@ def quantized_matmul_triton(
     rows = x.reshape(math.prod(x.shape[:-1]), depth)
     if input_order is not None:
         rows = rows[:, input_order]
-    if name in ("fp8_block", *INT4_SCHEMES):
-        group_size = max(group_size, 1)
-    else:
-        group_size = max(depth, 1)
+    group_size = columns_of_scale(name, group_size, depth)
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(x):
         kind, operands = _operands(rows, name, input_scale)
@@ -386,4 +383,5 @@ def quantized_matmul_backward_triton(
     with torch.cuda.device_of(grad):
         weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, in_features, grad.dtype)
     with autocast_disabled(grad.device.type):
-        return grad @ weight
+        rows = grad.reshape(math.prod(grad.shape[:-1]), qweight.shape[0])
+        return (rows @ weight).reshape(*grad.shape[:-1], in_features)

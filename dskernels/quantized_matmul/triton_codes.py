@@ -69,11 +69,12 @@ def _quantize_rows_kernel(
         by = tl.div_rn(1.0, scale)
     else:
         largest = tl.max(magnitudes, 0)
-        lift = tl.where(largest < _SMALL, _LIFT, tl.where(largest > _LARGE, 1 / _LIFT, 1.0))
+        is_small, is_large = largest < _SMALL, largest > _LARGE
+        lift = tl.where(is_small, _LIFT, tl.where(is_large, 1 / _LIFT, 1.0))
         largest = largest * lift
         scale = tl.div_rn(largest, _INT8_LARGEST)
         by = tl.where(largest > 0, tl.div_rn(_INT8_LARGEST, tl.where(largest > 0, largest, 1.0)), 0.0)
-        tl.store(unlift + row, 1 / lift)
+        tl.store(unlift + row, tl.where(is_small, 1 / _LIFT, tl.where(is_large, _LIFT, 1.0)))
     tl.store(row_scale + row, tl.where(is_finite, scale, float("nan")))
     for begin in range(0, columns, BLOCK):
         at = begin + tl.arange(0, BLOCK)
@@ -130,23 +131,20 @@ def _decoded_e4m3(bits):
 
 @triton.jit
 def weight_codes(
-    qweight, rows, inside, k, end, columns, INT4: tl.constexpr, FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    qweight, row, inside, k, width, INT4: tl.constexpr, FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The codes ``[BLOCK_N, BLOCK_K]`` of ``rows`` of a weight from column ``k`` on, those of e4m3 decoded.
+    """The codes ``[BLOCK_N, BLOCK_K]`` of rows of a weight from column ``k`` on, those of e4m3 decoded.
 
-    What is not ``inside``, or from column ``end`` on, is finite; ``k`` is even, and ``end`` is, or is the last.
+    Rows are of ``width`` bytes. What is past their end, or not ``inside``, is 0. Two codes lie in a byte, so ``k`` is
+    even.
     """
+    at = (k // 2 if INT4 else k) + tl.arange(0, BLOCK_K // 2 if INT4 else BLOCK_K)
+    there = inside[:, None] & (at < width)[None, :]
+    codes = tl.load(qweight + row.to(tl.int64)[:, None] * width + at[None, :], mask=there, other=0)
     if INT4:
-        byte = k // 2 + tl.arange(0, BLOCK_K // 2)
-        at = rows.to(tl.int64)[:, None] * tl.cdiv(columns, 2) + byte[None, :]
-        packed = tl.load(qweight + at, mask=inside[:, None] & (byte < tl.cdiv(end, 2))[None, :], other=0)
-        codes = tl.join(packed & 15, packed >> 4).reshape(BLOCK_N, BLOCK_K)
-    else:
-        column = k + tl.arange(0, BLOCK_K)
-        at = rows.to(tl.int64)[:, None] * columns + column[None, :]
-        codes = tl.load(qweight + at, mask=inside[:, None] & (column < end)[None, :], other=0)
-        if FP8:
-            codes = _decoded_e4m3(codes)
+        codes = tl.join(codes & 15, codes >> 4).reshape(BLOCK_N, BLOCK_K)
+    elif FP8:
+        codes = _decoded_e4m3(codes)
     return codes
 
 
@@ -169,6 +167,7 @@ def _dequantize_kernel(
     weight,
     rows,
     columns,
+    width,
     group_size,
     groups,
     tiles,
@@ -184,7 +183,7 @@ def _dequantize_kernel(
     column = k + tl.arange(0, BLOCK_K)
     inside, seen = row < rows, column < columns
     both = inside[:, None] & seen[None, :]
-    values = weight_codes(qweight, row, inside, k, columns, columns, INT4, FP8, BLOCK_N, BLOCK_K)
+    values = weight_codes(qweight, row, inside, k, width, INT4, FP8, BLOCK_N, BLOCK_K)
     at = (row // SCALE_ROWS).to(tl.int64)[:, None] * groups + (column // group_size)[None, :]
     if INT4:
         values = values.to(tl.int32) - zero_points(zero_point, at, both)
@@ -196,6 +195,13 @@ def _dequantize_kernel(
         both = both & ((place >= 0) & (place < columns))[None, :]
     target = weight + row.to(tl.int64)[:, None] * columns + place[None, :]
     tl.store(target, values.to(weight.dtype.element_ty), mask=both)
+
+
+def columns_of_scale(scheme: str, group_size: int, in_features: int) -> int:
+    """How many columns of a weight share a scale, or more than there are; 1 at least."""
+    if scheme == "fp8_block":
+        return FP8_BLOCK
+    return max(1, group_size if scheme in INT4_SCHEMES else in_features)
 
 
 def quantize_rows(x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -249,9 +255,9 @@ def dequantize(
     weight = torch.empty(rows, in_features, dtype=dtype, device=qweight.device)
     if weight.numel() == 0:
         return weight
-    block_rows, block_columns = _DEQUANTIZED
+    name, (block_rows, block_columns) = SCHEMES[scheme], _DEQUANTIZED
     tiles = triton.cdiv(in_features, block_columns)
-    is_fp8 = SCHEMES[scheme] == "fp8_block"
+    group_size = columns_of_scale(name, group_size, in_features)
     _dequantize_kernel[(triton.cdiv(rows, block_rows) * tiles,)](
         qweight,
         scale,
@@ -260,12 +266,13 @@ def dequantize(
         weight,
         rows,
         in_features,
+        qweight.shape[1],
         group_size,
         triton.cdiv(in_features, group_size),
         tiles,
-        SCALE_ROWS=FP8_BLOCK if is_fp8 else 1,
-        INT4=SCHEMES[scheme] in INT4_SCHEMES,
-        FP8=is_fp8,
+        SCALE_ROWS=FP8_BLOCK if name == "fp8_block" else 1,
+        INT4=name in INT4_SCHEMES,
+        FP8=name == "fp8_block",
         BLOCK_N=block_rows,
         BLOCK_K=block_columns,
     )

@@ -47,5 +47,6 @@ register_gradient(
 )
 register_gradient(triton_backward_op, schema.double_backward, vmap=schema.map_rows, lib=TRITON_LIBRARY)
 register_autocast(triton_forward_op, 1, TRITON_LIBRARY)
-register_flop_formula(torch.ops.dskernels_triton.quantized_matmul)(schema.forward_flop)
-register_flop_formula(torch.ops.dskernels_triton.quantized_matmul_backward)(schema.backward_flop)
+# Raw: what the other schema registered turns arguments into shapes itself.
+register_flop_formula(torch.ops.dskernels_triton.quantized_matmul, get_raw=True)(schema.forward_flop)
+register_flop_formula(torch.ops.dskernels_triton.quantized_matmul_backward, get_raw=True)(schema.backward_flop)
