@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dskernels._library import why_not_unasked
 from dskernels._registry import Backend, Operator, register
-from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu
+from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu, why_not_triton
 from dskernels.quantized_matmul.reference import quantized_matmul_reference
 from dskernels.quantized_matmul.schema import forward_op
+from dskernels.quantized_matmul.triton_schema import triton_forward_op
 from dskernels.quantized_matmul.weight import SCHEMES, QuantizedWeight, dequantize, quantize_weight
 
 __all__ = ["QuantizedWeight", "quantize_weight", "quantized_matmul"]
@@ -51,8 +53,11 @@ def quantized_matmul(
         ValueError: shapes, dtypes or devices do not fit each other.
         RuntimeError: the backend that was asked for cannot serve the call.
 
-    Backends: ``cpu`` (float32, bfloat16, float16), ``reference`` (everything, any device; differentiable any number of
-    times). Under autocast x is cast to the autocast dtype.
+    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16), ``reference`` (everything, any device; differentiable
+    any number of times). ``triton`` serves CUDA tensors, and, where it is asked for, those on the CPU in its
+    interpreter (``TRITON_INTERPRET=1``). It splits sums as the number of rows suggests, so that with it a row has the
+    same bits in every batch in int8_dynamic and int8_static alone; for the gradient of x it rounds W to the dtype of
+    that gradient, as tensor cores take it. Under autocast x is cast to the autocast dtype.
 
     Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference", 2018, section 2; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
@@ -102,6 +107,14 @@ def _cpu_refuses(call: QuantizedMatmulCall) -> str | None:
     return why_not_cpu(call)
 
 
+def _triton_refuses(call: QuantizedMatmulCall) -> str | None:
+    return why_not_triton(call)
+
+
+def _triton_unasked(call: QuantizedMatmulCall) -> str | None:
+    return why_not_unasked(call.x.device)
+
+
 def _example() -> tuple[list[Tensor], dict[str, Any]]:
     weight = quantize_weight(torch.randn(67, 150), "int4_dynamic", group_size=32, symmetric=False)
     return [torch.randn(2, 5, 150)], {"weight": weight, "bias": torch.randn(67)}
@@ -113,6 +126,7 @@ _operator = register(
         prepare=prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: (forward_op(*call),)),
+            Backend("triton", _triton_refuses, lambda call: (triton_forward_op(*call),), _triton_unasked),
             Backend("reference", lambda call: None, _by_reference),
         ),
         example=_example,
