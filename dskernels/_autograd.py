@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from dskernels._library import autocast_disabled, cast_for_autocast
 
@@ -109,12 +110,24 @@ def register_gradient(
     lib.impl(operator, transformed, "FuncTorchDynamicLayerFrontMode")
 
 
+def invoke(operator: torch._ops.OpOverload, *arguments: Any) -> Any:
+    """Calls an operator of `register_gradient`, past all that looks after gradients where there are none to be.
+
+    On its way an operator meets rules in Python, which cost as much as the kernel of a small product.
+    """
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is not None or _has_derivative(arguments):
+        return operator(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
 def _has_derivative(arguments: tuple[Any, ...]) -> bool:
     # A Function that nobody asked for costs as much as the kernel of a short call.
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
         return True
-    return any(unpack_dual(x).tangent is not None for x in tensors)
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
 
 
 def one_by_one(

@@ -41,6 +41,7 @@ struct QuantizedMatmulPlan {
   int64_t task_rows, task_columns;
   int64_t row_blocks, column_blocks;  // tasks, in rows and in columns
   int64_t scratch_bytes;              // for each task that runs, 64-byte aligned
+  bool serial;                        // done by one thread before a second has woken up
 };
 
 struct QuantizedMatmulKernels {

@@ -13,8 +13,8 @@ DSKERNELS_DECLARE_TIERS(QuantizedMatmulKernels, quantized_matmul_kernels)
 namespace {
 
 constexpr int64_t kFp8Block = 128;
-// Weights times rows up to which one thread is done before a second has woken up.
-constexpr int64_t kSerialWork = 262144;
+// Activations up to which one thread prepares them all.
+constexpr int64_t kSerialActivations = 32768;
 
 bool is_dense(const Tensor& t, ScalarType type, std::initializer_list<int64_t> sizes) {
   if (t.scalar_type() != type || t.dim() != static_cast<int64_t>(sizes.size()) || !t.is_contiguous()) return false;
@@ -136,11 +136,10 @@ Tensor quantized_matmul_cpu(const Tensor& x, const Tensor& qweight, const Tensor
       static_cast<uint8_t*>(std::aligned_alloc(64, static_cast<size_t>(plan.tiles * plan.tile_bytes))), &std::free);
   if (prepared == nullptr) throw std::bad_alloc();
   args.prepared = prepared.get();
-  const int64_t columns = args.in_features;
-  run_all(args.rows * columns <= kSerialWork / 8, plan.tiles, plan.prepare_scratch,
+  run_all(args.rows * args.in_features <= kSerialActivations, plan.tiles, plan.prepare_scratch,
           [&](int64_t tile, void* scratch) { kernels.prepare(args, plan, tile, scratch); });
-  run_all(args.rows * columns * args.out_features <= kSerialWork, plan.row_blocks * plan.column_blocks,
-          plan.scratch_bytes, [&](int64_t task, void* scratch) { kernels.run(args, plan, task, scratch); });
+  run_all(plan.serial, plan.row_blocks * plan.column_blocks, plan.scratch_bytes,
+          [&](int64_t task, void* scratch) { kernels.run(args, plan, task, scratch); });
   return out;
 }
 

@@ -15,6 +15,16 @@ constexpr int64_t kTaskBytes = int64_t{5} << 20;
 constexpr int64_t kExactColumns = 131072;
 static_assert(kExactColumns % kCodeBlock == 0);
 
+// Picoseconds that a weight takes to be read and decoded, and a product of it and an activation, roughly, with AVX-512.
+// It is enough to tell what is worth a second thread, whose waking up takes about kWakePicoseconds.
+constexpr int64_t kWakePicoseconds = 6'000'000;
+
+int64_t estimated_picoseconds(const QuantizedMatmulArgs& args) {
+  const bool codes = has_codes(args.scheme);
+  const int64_t weight = codes ? 30 : args.scheme == Scheme::kFp8Block ? 200 : 100, product = codes ? 6 : 20;
+  return args.in_features * args.out_features * (weight + product * args.rows);
+}
+
 QuantizedMatmulPlan plan(const QuantizedMatmulArgs& args) {
   QuantizedMatmulPlan plan{};
   const bool dots = uses_dots(args);
@@ -30,6 +40,7 @@ QuantizedMatmulPlan plan(const QuantizedMatmulArgs& args) {
   const int64_t tiles = (plan.tiles + blocks - 1) / blocks;
   plan.task_rows = tiles * plan.tile_rows;
   plan.row_blocks = (plan.tiles + tiles - 1) / tiles;
+  plan.serial = estimated_picoseconds(args) < 2 * kWakePicoseconds;
   // Sums in 32 bits, and in 64 for int8; a panel.
   plan.scratch_bytes = plan.task_rows * plan.task_columns * (is_int8_by_int8(args.scheme) ? 12 : 4);
   if (!dots) plan.scratch_bytes += PanelScratch(args).bytes(panels_of(args));

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dskernels._autograd import invoke
 from dskernels._library import why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu, why_not_triton
@@ -103,14 +104,6 @@ def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
     return (_StraightThrough.apply(values, path.to(x.dtype)),)
 
 
-def _cpu_refuses(call: QuantizedMatmulCall) -> str | None:
-    return why_not_cpu(call)
-
-
-def _triton_refuses(call: QuantizedMatmulCall) -> str | None:
-    return why_not_triton(call)
-
-
 def _triton_unasked(call: QuantizedMatmulCall) -> str | None:
     return why_not_unasked(call.x.device)
 
@@ -125,8 +118,8 @@ _operator = register(
         name="quantized_matmul",
         prepare=prepare,
         backends=(
-            Backend("cpu", _cpu_refuses, lambda call: (forward_op(*call),)),
-            Backend("triton", _triton_refuses, lambda call: (triton_forward_op(*call),), _triton_unasked),
+            Backend("cpu", why_not_cpu, lambda call: (invoke(forward_op, *call),)),
+            Backend("triton", why_not_triton, lambda call: (triton_forward_op(*call),), _triton_unasked),
             Backend("reference", lambda call: None, _by_reference),
         ),
         example=_example,

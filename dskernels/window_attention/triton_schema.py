@@ -78,8 +78,8 @@ _register(triton_varlen_forward_op, triton_varlen_backward_op, varlen_schema, on
 torch.library.register_fake(triton_decode_op, decode_schema.forward_fake, lib=TRITON_LIBRARY)
 register_gradient(triton_decode_op, decode_schema.no_backward, vmap=fold_into_batch, lib=TRITON_LIBRARY)
 _namespace = torch.ops.dskernels_triton
-register_flop_formula(_namespace.window_attention)(schema.forward_flop)
-register_flop_formula(_namespace.window_attention_backward)(schema.backward_flop)
+register_flop_formula(_namespace.window_attention, get_raw=True)(schema.forward_flop)
+register_flop_formula(_namespace.window_attention_backward, get_raw=True)(schema.backward_flop)
 register_flop_formula(_namespace.window_attention_varlen, get_raw=True)(varlen_schema.forward_flop)
 register_flop_formula(_namespace.window_attention_varlen_backward, get_raw=True)(varlen_schema.backward_flop)
 register_flop_formula(_namespace.window_attention_decode, get_raw=True)(decode_schema.forward_flop)
