@@ -135,7 +135,7 @@ def quantize_weight(
     group = _checked_group_size(group_size, scheme, columns)
     step = _checked_input_scale(input_scale, scheme, weight.device)
     with torch.no_grad():
-        wide = weight.detach().to(torch.float32)
+        wide = _finite_float32(weight)
         zero_point = None
         if scheme in INT4_SCHEMES:
             qweight, scale, zero_point = _quantize_int4(wide, group, symmetric)
@@ -240,8 +240,14 @@ def _check_weight(weight: Tensor) -> None:
         raise wrong_value("weight", "shape [N, K]", shape_of(weight))
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise wrong_value("weight", "float32, bfloat16, float16 or float64", weight.dtype)
-    if is_readable(weight) and not bool(weight.isfinite().all()):
-        raise wrong_value("weight", "finite values", f"{int((~weight.isfinite()).sum())} that are not")
+
+
+def _finite_float32(weight: Tensor) -> Tensor:
+    # Contiguous, because codes are laid out in memory as what they were computed from.
+    wide = weight.detach().to(torch.float32).contiguous()
+    if is_readable(wide) and not bool(wide.isfinite().all()):
+        raise wrong_value("weight", "finite values in float32", f"{int((~wide.isfinite()).sum())} that are not")
+    return wide
 
 
 def _checked_group_size(group_size: int | None, scheme: str, columns: int) -> int:
