@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dskernels._library import autocast_disabled
 from dskernels._registry import Backend, Operator, register
 from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu
 from dskernels.quantized_matmul.reference import quantized_matmul_reference
@@ -94,7 +95,8 @@ def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
         return (values,)
     weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, x.shape[-1])
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    path = torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    with autocast_disabled(x.device.type):
+        path = torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     return (_StraightThrough.apply(values, path.to(x.dtype)),)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._library import why_no_kernel, why_no_triton
+from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
 from dskernels.checks import shape_of, wrong_type, wrong_value
 from dskernels.quantized_matmul.weight import FP8_BLOCK, INT4_SCHEMES, SCHEMES, QuantizedWeight
 
@@ -35,6 +35,7 @@ def prepare(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Q
         raise wrong_type("x", "a tensor", x)
     if not isinstance(weight, QuantizedWeight):
         raise wrong_type("weight", "a QuantizedWeight", weight)
+    (x,) = cast_for_autocast(x)
     check_quantized_weight(weight)
     if x.dtype not in _DTYPES:
         raise wrong_value("x", "float32, bfloat16, float16 or float64", x.dtype)
