@@ -86,6 +86,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
+    call = call._replace(scale=call.scale.detach())
     x, qweight, scale, zero_point, _, input_order, bias, scheme, group_size = call
     if SCHEMES[scheme].endswith("weight_only"):
         return (quantized_matmul_reference(*call),)
@@ -100,10 +101,6 @@ def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
     return (_StraightThrough.apply(values, path.to(x.dtype)),)
 
 
-def _cpu_refuses(call: QuantizedMatmulCall) -> str | None:
-    return why_not_cpu(call)
-
-
 def _example() -> tuple[list[Tensor], dict[str, Any]]:
     weight = quantize_weight(torch.randn(67, 150), "int4_dynamic", group_size=32, symmetric=False)
     return [torch.randn(2, 5, 150)], {"weight": weight, "bias": torch.randn(67)}
@@ -114,7 +111,7 @@ _operator = register(
         name="quantized_matmul",
         prepare=prepare,
         backends=(
-            Backend("cpu", _cpu_refuses, lambda call: (forward_op(*call),)),
+            Backend("cpu", why_not_cpu, lambda call: (forward_op(*call),)),
             Backend("reference", lambda call: None, _by_reference),
         ),
         example=_example,

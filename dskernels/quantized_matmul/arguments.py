@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
-from dskernels.checks import shape_of, wrong_type, wrong_value
+from dskernels.checks import is_integer, shape_of, wrong_type, wrong_value
 from dskernels.quantized_matmul.weight import FP8_BLOCK, INT4_SCHEMES, SCHEMES, QuantizedWeight
 
 _NUMBERS = {scheme: number for number, scheme in enumerate(SCHEMES)}
@@ -79,6 +79,9 @@ def check_quantized_weight(weight: QuantizedWeight) -> None:
     scheme, qweight, scale, columns, group, zero_point, input_scale, _ = weight
     if scheme not in _NUMBERS:
         raise wrong_value("weight.scheme", f"one of {', '.join(SCHEMES)}", repr(scheme))
+    for name, size in (("in_features", columns), ("group_size", group)):
+        if not is_integer(size):
+            raise wrong_type(f"weight.{name}", "an int", size)
     is_int4 = scheme in INT4_SCHEMES
     _check_field("qweight", qweight, torch.int8 if scheme.startswith("int8") else torch.uint8)
     if qweight.dim() != 2 or qweight.shape[1] != ((columns + 1) // 2 if is_int4 else columns):
