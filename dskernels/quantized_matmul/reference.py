@@ -21,6 +21,7 @@ from dskernels.quantized_matmul.weight import (
     INT8_LARGEST,
     SCHEMES,
     dequantize,
+    divided,
 )
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -45,9 +46,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite = largest.isfinite()
     lift = torch.where(largest < _SMALL, _LIFT, torch.where(largest > _LARGE, 1 / _LIFT, 1.0))
     largest = largest * lift
-    inverse = torch.where(finite & (largest > 0), INT8_LARGEST / largest, 0.0)
+    # Of tensors, for torch takes a number over a tensor as a reciprocal and a product, which round twice.
+    inverse = torch.where(finite & (largest > 0), torch.full_like(largest, INT8_LARGEST) / largest, 0.0)
     codes = _int8_codes(x * lift[:, None], inverse[:, None])
-    return codes, torch.where(finite, largest / INT8_LARGEST, torch.nan), 1 / lift
+    return codes, torch.where(finite, divided(largest, INT8_LARGEST), torch.nan), 1 / lift
 
 
 def quantize_rows_by(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +68,7 @@ def quantize_blocks(x: Tensor) -> Tensor:
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % FP8_BLOCK))
     blocks = padded.view(rows, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
-    scale = (blocks.abs().amax(2, keepdim=True) / FP8_LARGEST).clamp(min=_SMALLEST_NORMAL)
+    scale = divided(blocks.abs().amax(2, keepdim=True), FP8_LARGEST).clamp(min=_SMALLEST_NORMAL)
     codes = (blocks / scale).to(torch.float8_e4m3fn)
     return (codes.to(torch.float32) * scale).view(padded.shape)[:, :columns]
 

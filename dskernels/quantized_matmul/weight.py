@@ -186,6 +186,11 @@ def unpack_int4(qweight: Tensor, columns: int) -> Tensor:
     return torch.stack((qweight & 15, qweight >> 4), -1).flatten(1)[:, :columns]
 
 
+def divided(values: Tensor, divisor: float) -> Tensor:
+    """``values / divisor``, rounded once; by a number itself torch does not divide on CUDA, but multiplies."""
+    return values / torch.full_like(values, divisor)
+
+
 def _rounded(weight: Tensor, scale: Tensor) -> Tensor:
     # In float64, where no quotient overflows; what has no scale has no codes but 0.
     quotient = weight.double() / scale.double()
@@ -193,7 +198,7 @@ def _rounded(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = _largest(weight, 1) / INT8_LARGEST
+    scale = divided(_largest(weight, 1), INT8_LARGEST)
     codes = _rounded(weight, scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST)
     return codes.to(torch.int8), scale
 
@@ -205,12 +210,12 @@ def _quantize_int4(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor,
         return empty.to(torch.uint8), empty, None if symmetric else empty.to(torch.uint8)
     padded = torch.nn.functional.pad(weight, (0, -columns % group)).view(rows, -(-columns // group), group)
     if symmetric:
-        zero_point, scale = None, _largest(padded, 2) / _INT4_HALF_RANGE
+        zero_point, scale = None, divided(_largest(padded, 2), _INT4_HALF_RANGE)
         shift = torch.full_like(scale, INT4_ZERO)
     else:
         low, high = padded.amin(2).clamp_(max=0.0), padded.amax(2).clamp_(min=0.0)
         # Halved first: the width of a group may be beyond float32's range.
-        scale = (high / 2 - low / 2) / _INT4_HALF_RANGE
+        scale = divided(high / 2 - low / 2, _INT4_HALF_RANGE)
         shift = _rounded(-low, scale).to(torch.float32)
         zero_point = shift.to(torch.uint8)
     codes = (_rounded(padded, scale[..., None]) + shift[..., None]).clamp_(0, 15)
@@ -221,7 +226,7 @@ def _quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
-    scale = (_largest(blocks, (1, 3)) / FP8_LARGEST).clamp_(min=_SMALLEST_NORMAL)
+    scale = divided(_largest(blocks, (1, 3)), FP8_LARGEST).clamp_(min=_SMALLEST_NORMAL)
     codes = (blocks / scale[:, None, :, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).view(padded.shape)[:rows, :columns].contiguous(), scale
 
