@@ -94,10 +94,10 @@ def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
         values = quantized_matmul_reference(*call)
     if not torch.is_grad_enabled():
         return (values,)
-    weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, x.shape[-1])
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, x.shape[-1], wide)
     with autocast_disabled(x.device.type):
-        path = torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+        path = torch.nn.functional.linear(x.to(wide), weight, None if bias is None else bias.to(wide))
     return (_StraightThrough.apply(values, path.to(x.dtype)),)
 
 

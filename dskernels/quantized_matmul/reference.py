@@ -59,18 +59,18 @@ def quantize_rows_by(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(x.isfinite().all(1), input_scale, torch.nan)
 
 
-def quantize_blocks(x: Tensor) -> Tensor:
+def quantize_blocks(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``x``, float32 ``[M, K]``, rounded to e4m3 times a scale for each block of 128 columns.
 
     With ``a`` the largest magnitude of a block, ``scale = max(a / 448, 2**-126)`` and the result is
-    ``e4m3(x / scale) * scale`` in float32; not finite in blocks that are not.
+    ``e4m3(x / scale) * scale``, in ``dtype``; not finite in blocks that are not.
     """
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % FP8_BLOCK))
     blocks = padded.view(rows, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
     scale = divided(blocks.abs().amax(2, keepdim=True), FP8_LARGEST).clamp(min=_SMALLEST_NORMAL)
     codes = (blocks / scale).to(torch.float8_e4m3fn)
-    return (codes.to(torch.float32) * scale).view(padded.shape)[:, :columns]
+    return (codes.to(dtype) * scale.to(dtype)).view(padded.shape)[:, :columns]
 
 
 def _int8_codes(x: Tensor, inverse: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ def quantized_matmul_reference(
         weight = qweight, scale, zero_point, None, scheme, group_size, in_features
         name = SCHEMES[scheme]
         if name.endswith("weight_only"):
-            out = rows.to(wide) @ dequantize(*weight).to(wide).T
+            out = rows.to(wide) @ dequantize(*weight, wide).T
         elif name == "fp8_block":
-            out = quantize_blocks(rows.to(torch.float32)).to(wide) @ dequantize(*weight).to(wide).T
+            out = quantize_blocks(rows.to(torch.float32), wide) @ dequantize(*weight, wide).T
         else:
             out = _integer_product(rows.to(torch.float32), weight, input_scale, wide)
         if bias is not None:
@@ -117,8 +117,8 @@ def _integer_product(rows: Tensor, weight: tuple[Any, ...], input_scale: Tensor 
         unlift = torch.ones_like(row_scale)
     qweight, scale, _, _, scheme, *_ = weight
     is_int4 = SCHEMES[scheme] in INT4_SCHEMES
-    exact: Tensor = dequantize(*weight) if is_int4 else qweight
-    sums = (codes.double() @ exact.double().T).to(wide) * row_scale.to(wide)[:, None]
+    exact: Tensor = dequantize(*weight, torch.float64) if is_int4 else qweight.double()
+    sums = (codes.double() @ exact.T).to(wide) * row_scale.to(wide)[:, None]
     return (sums if is_int4 else sums * scale.to(wide)) * unlift.to(wide)[:, None]
 
 
@@ -146,6 +146,6 @@ def quantized_matmul_backward_reference(
             end = min(first + _BACKWARD_ROWS, qweight.shape[0])
             scales = slice(first // scale_rows, -(-end // scale_rows))
             zeros = None if zero_point is None else zero_point[first:end]
-            part = dequantize(qweight[first:end], scale[scales], zeros, input_order, scheme, group_size, in_features)
-            result.addmm_(rows[:, first:end], part.to(wide))
+            part = qweight[first:end], scale[scales], zeros, input_order, scheme, group_size, in_features
+            result.addmm_(rows[:, first:end], dequantize(*part, wide))
         return result.to(grad.dtype).reshape(*grad.shape[:-1], in_features)

@@ -154,22 +154,23 @@ def dequantize(
     scheme: int,
     group_size: int,
     in_features: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The float32 weight ``[N, K]`` that codes stand for, one rounding each."""
+    """The weight ``[N, K]`` that codes stand for, each rounded once to float32; exact in float64."""
     rows = qweight.shape[0]
     if SCHEMES[scheme] in INT4_SCHEMES:
-        codes = unpack_int4(qweight, in_features).to(torch.float32)
-        groups = scale.repeat_interleave(group_size, 1)[:, :in_features]
+        codes = unpack_int4(qweight, in_features).to(dtype)
+        groups = scale.to(dtype).repeat_interleave(group_size, 1)[:, :in_features]
         if zero_point is None:
             codes = codes - INT4_ZERO
         else:
-            codes = codes - zero_point.to(torch.float32).repeat_interleave(group_size, 1)[:, :in_features]
+            codes = codes - zero_point.to(dtype).repeat_interleave(group_size, 1)[:, :in_features]
         result = codes * groups
     elif SCHEMES[scheme] == "fp8_block":
-        blocks = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :in_features]
-        result = qweight.view(torch.float8_e4m3fn).to(torch.float32) * blocks
+        blocks = scale.to(dtype).repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)
+        result = qweight.view(torch.float8_e4m3fn).to(dtype) * blocks[:, :in_features]
     else:
-        result = qweight.to(torch.float32) * scale[:, None]
+        result = qweight.to(dtype) * scale.to(dtype)[:, None]
     if input_order is None:
         return result
     return torch.empty_like(result).index_copy_(1, input_order, result)
