@@ -40,7 +40,7 @@ def quantized_matmul(
     Args:
         x: shape ``[..., K]``, float32, bfloat16 or float16 (float64 with the reference); any strides, no rows allowed.
         weight: of `quantize_weight`, on the device of ``x``.
-        bias: shape ``[N]``, any of these dtypes. Default: none.
+        bias: shape ``[N]``, any of these four dtypes. Default: none.
         backend: ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back.
             Default: `use_backend`, then ``DSKERNELS_BACKEND``, then the first that serves the call.
 
@@ -86,7 +86,6 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
-    call = call._replace(scale=call.scale.detach())
     x, qweight, scale, zero_point, _, input_order, bias, scheme, group_size = call
     if SCHEMES[scheme].endswith("weight_only"):
         return (quantized_matmul_reference(*call),)

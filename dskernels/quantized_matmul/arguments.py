@@ -45,11 +45,14 @@ def prepare(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Q
         raise wrong_value("x", f"a tensor on {weight.qweight.device}, as weight.qweight is", x.device)
     if bias is not None:
         _check_bias(bias, weight)
+        if bias.dtype == torch.float64 and x.dtype != torch.float64:
+            # As the reference adds it; the kernels take no float64.
+            bias = bias.to(torch.float32)
     number = _NUMBERS[weight.scheme]
     return QuantizedMatmulCall(
         x,
         weight.qweight,
-        weight.scale,
+        weight.scale.detach() if weight.scale.requires_grad else weight.scale,
         weight.zero_point,
         weight.input_scale,
         weight.input_order,
