@@ -32,7 +32,8 @@ def quantized_matmul(
     ``codes(x) = clamp(round(x / sx), -127, 127)``, where ``sx`` is the largest magnitude of the row over 127
     (dynamic), or ``weight.input_scale`` (static). Integer products are exact for any ``K``; scales and bias are
     applied in float32, and the result is rounded once. A row of zeros gives exactly the bias; a row with a NaN or an
-    infinity is not finite and touches no other; a row of a batch has the same bits as the same row alone.
+    infinity is not finite and touches no other. A row of a batch has the same bits as the same row alone, but for sums of
+    floats in the reference, whose order is torch's.
 
     The gradient of ``x`` is ``grad @ W``, straight through the rounding of ``x``; that of ``bias`` the sum over rows.
     The weight has none.
@@ -68,8 +69,8 @@ def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
     x, qweight, scale, zero_point, _, input_order, bias, scheme, group_size = call
     if SCHEMES[scheme].endswith("weight_only") or not torch.is_grad_enabled():
         return (quantized_matmul_reference(*call),)
-    # The product of codes is a constant; its slope comes with a second product, which is 0. A Function of autograd would
-    # say the same, but Dynamo traces none that has a forward mode.
+    # The product of codes is a constant; its slope comes with a second product, which is 0. A Function of autograd
+    # would say the same, but Dynamo traces none that has a forward mode.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     fixed = x.detach().to(wide)
     weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, x.shape[-1], wide)

@@ -117,7 +117,7 @@ def _integer_product(rows: Tensor, weight: tuple[Any, ...], input_scale: Tensor 
         unlift = torch.ones_like(row_scale)
     qweight, scale, _, _, scheme, *_ = weight
     is_int4 = SCHEMES[scheme] in INT4_SCHEMES
-    exact: Tensor = dequantize(*weight, torch.float64) if is_int4 else qweight.double()
+    exact: Tensor = dequantize(*weight, dtype=torch.float64) if is_int4 else qweight.double()
     sums = (codes.double() @ exact.T).to(wide) * row_scale.to(wide)[:, None]
     return (sums if is_int4 else sums * scale.to(wide)) * unlift.to(wide)[:, None]
 
