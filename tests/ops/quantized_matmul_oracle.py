@@ -68,7 +68,7 @@ def raw_weight(case: Case, codes: np.ndarray, scale: np.ndarray | float = 1.0, *
 
 
 def draw_weight(case: Case, rows: int, columns: int) -> dk.QuantizedWeight:
-    """Codes over their whole range, -128 included, and a scale (and zero point) for each group that is like no other."""
+    """Codes over their whole range, -128 included, and for each group a scale (and zero point) like no other."""
     source = np.random.default_rng(int(torch.randint(2**31, ())))
     shape = (rows, columns)
     if case.is_int4:
@@ -211,7 +211,9 @@ class Expected:
         error, allowed = (result.double() - exact).abs(), self.allowed[rows] + rounding
         # Not "error <= allowed" alone, which a NaN would not fail in a maximum.
         wrong = ~(error <= allowed)
-        assert not wrong.any(), f"{int(wrong.sum())} wrong, off by up to {float((error / allowed).max()):.3g} allowances"
+        assert not wrong.any(), (
+            f"{int(wrong.sum())} wrong, off by up to {float((error / allowed).max()):.3g} allowances"
+        )
 
 
 def _integer_product(x: np.ndarray, weight: dk.QuantizedWeight) -> tuple[np.ndarray, np.ndarray]:

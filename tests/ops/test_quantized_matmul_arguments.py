@@ -10,7 +10,9 @@ import dskernels as dk
 from dskernels import _library
 
 X, BIAS = torch.randn(3, 40), torch.randn(9)
-INT8, STATIC, INT4, FP8 = (draw_weight(CASES[n], 9, 40) for n in ("int8_dynamic", "int8_static", "int4_dynamic", "fp8_block"))
+INT8, STATIC, INT4, FP8 = (
+    draw_weight(CASES[n], 9, 40) for n in ("int8_dynamic", "int8_static", "int4_dynamic", "fp8_block")
+)
 ASYMMETRIC = draw_weight(CASES["int4_weight_only_asymmetric"], 9, 40)
 FLOATS = "float32, bfloat16, float16 or float64"
 
@@ -69,7 +71,12 @@ def test_wrong_arguments(changes: dict, error: type[Exception], message: str) ->
         (INT8, {"zero_point": ASYMMETRIC.zero_point}, ValueError, "weight.zero_point: expected None for int8_dynamic"),
         (FP8, {"zero_point": FP8.scale.byte()}, ValueError, "weight.zero_point: expected None for fp8_block"),
         (ASYMMETRIC, {"zero_point": ASYMMETRIC.scale}, ValueError, "weight.zero_point: expected torch.uint8"),
-        (ASYMMETRIC, {"zero_point": ASYMMETRIC.zero_point[:8]}, ValueError, r"weight.zero_point: expected shape \[9, 2\]"),
+        (
+            ASYMMETRIC,
+            {"zero_point": ASYMMETRIC.zero_point[:8]},
+            ValueError,
+            r"weight.zero_point: expected shape \[9, 2\]",
+        ),
         (STATIC, {"input_scale": None}, ValueError, "weight.input_scale: expected a tensor for int8_static"),
         (STATIC, {"input_scale": 0.1}, TypeError, "weight.input_scale: expected a tensor, got 0.1"),
         (STATIC, {"input_scale": torch.ones(1)}, ValueError, r"weight.input_scale: expected shape \[\], got \[1\]"),

@@ -1,4 +1,4 @@
-"""Gradients of quantized_matmul: straight through the rounding of x, that is, those of a float layer with the weight."""
+"""Gradients of quantized_matmul: straight through the rounding of x, which is to say, those of a float layer."""
 
 from __future__ import annotations
 
