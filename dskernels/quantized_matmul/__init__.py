@@ -32,8 +32,8 @@ def quantized_matmul(
     ``codes(x) = clamp(round(x / sx), -127, 127)``, where ``sx`` is the largest magnitude of the row over 127
     (dynamic), or ``weight.input_scale`` (static). Integer products are exact for any ``K``; scales and bias are
     applied in float32, and the result is rounded once. A row of zeros gives exactly the bias; a row with a NaN or an
-    infinity is not finite and touches no other. A row of a batch has the same bits as the same row alone, but for sums of
-    floats in the reference, whose order is torch's.
+    infinity is not finite and touches no other. A row of a batch has the same bits as the same row alone, but for sums
+    of floats in the reference, whose order is torch's.
 
     The gradient of ``x`` is ``grad @ W``, straight through the rounding of ``x``; that of ``bias`` the sum over rows.
     The weight has none.

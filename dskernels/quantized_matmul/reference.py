@@ -8,7 +8,6 @@ they are taken in float64, which holds any sum of them up to 2**53.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,24 +101,27 @@ def quantized_matmul_reference(
         elif name == "fp8_block":
             out = quantize_blocks(rows.to(torch.float32), wide) @ dequantize(*weight, wide).T
         else:
-            out = _integer_product(rows.to(torch.float32), weight, input_scale, wide)
+            is_int4 = name in INT4_SCHEMES
+            matrix = dequantize(*weight, torch.float64) if is_int4 else qweight.double()
+            out = _integer_product(rows.to(torch.float32), matrix, None if is_int4 else scale, input_scale, wide)
         if bias is not None:
             out = out + bias.to(wide)
         result: Tensor = out.to(x.dtype).reshape(*x.shape[:-1], qweight.shape[0])
         return result
 
 
-def _integer_product(rows: Tensor, weight: tuple[Any, ...], input_scale: Tensor | None, wide: torch.dtype) -> Tensor:
+def _integer_product(
+    rows: Tensor, matrix: Tensor, scale: Tensor | None, input_scale: Tensor | None, wide: torch.dtype
+) -> Tensor:
     if input_scale is None:
         codes, row_scale, unlift = quantize_rows(rows)
     else:
         codes, row_scale = quantize_rows_by(rows, input_scale)
         unlift = torch.ones_like(row_scale)
-    qweight, scale, _, _, scheme, *_ = weight
-    is_int4 = SCHEMES[scheme] in INT4_SCHEMES
-    exact: Tensor = dequantize(*weight, dtype=torch.float64) if is_int4 else qweight.double()
-    sums = (codes.double() @ exact.T).to(wide) * row_scale.to(wide)[:, None]
-    return (sums if is_int4 else sums * scale.to(wide)) * unlift.to(wide)[:, None]
+    out = (codes.double() @ matrix.T).to(wide) * row_scale.to(wide)[:, None]
+    if scale is not None:
+        out = out * scale.to(wide)
+    return out * unlift.to(wide)[:, None]
 
 
 # Rows of the weight that are dequantized at a time: a block, not the whole, stands in memory as floats.
