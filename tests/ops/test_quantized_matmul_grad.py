@@ -145,9 +145,11 @@ def test_more_rows_than_are_dequantized_at_a_time(name: str, backend: str) -> No
     """Straight to the operator, which serves whether or not it is compiled; blocks of 128 rows end in between."""
     weight = draw_weight(CASES[name], 1100, 50)
     scheme, grad = SCHEMES.index(weight.scheme), torch.randn(3, 1100)
-    result = backward_op(grad, weight.qweight, weight.scale, weight.zero_point, None, scheme, weight.group_size, 50)
-    matrix = torch.from_numpy(stood_for(weight))
-    assert_close_to_reference(result, grad.double() @ matrix, grad @ matrix.float())
+    for order in (None, torch.randperm(50)):
+        options = order, scheme, weight.group_size, 50
+        result = backward_op(grad, weight.qweight, weight.scale, weight.zero_point, *options)
+        matrix = torch.from_numpy(stood_for(weight._replace(input_order=order)))
+        assert_close_to_reference(result, grad.double() @ matrix, grad @ matrix.float())
 
 
 @pytest.mark.parametrize("name", CASES)
