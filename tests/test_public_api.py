@@ -12,12 +12,16 @@ import dskernels as dk
 
 SIGNATURES = {
     "GradNorm": "(total_norm, found_inf)",
+    "QuantizedWeight": "(scheme, qweight, scale, in_features, group_size, zero_point=None, input_scale=None,"
+    " input_order=None)",
     "RopeTable": "(cos, sin, interleaved=False)",
     "build_info": "()",
     "clip_and_scale_": "(grads, *, max_norm=None, loss_scale=None, norm_type=2.0, error_if_nonfinite=False,"
     " backend=None)",
     "explain": "(operator, /, *args, backend=None, **kwargs)",
     "grad_norm": "(grads, *, loss_scale=None, norm_type=2.0, backend=None)",
+    "quantize_weight": "(weight, scheme, *, group_size=None, symmetric=True, input_scale=None)",
+    "quantized_matmul": "(x, weight, bias=None, *, backend=None)",
     "rope_table": "(head_dim, max_positions, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None)",
     "use_backend": "(backend)",
     "window_attention": "(q, k, v, *, window=(None, None), rope=None, positions=None, bias=None, sink=None,"
@@ -27,7 +31,7 @@ SIGNATURES = {
     "window_attention_varlen": "(q, k, v, cu_seqlens_q, cu_seqlens_k, *, window=(None, None), rope=None, sink=None,"
     " softcap=None, scale=None, return_lse=False, backend=None)",
 }
-OPERATORS = ("window_attention", "window_attention_decode", "window_attention_varlen")
+OPERATORS = ("quantized_matmul", "window_attention", "window_attention_decode", "window_attention_varlen")
 
 
 def test_exported_names() -> None:

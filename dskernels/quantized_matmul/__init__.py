@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dskernels._autograd import invoke
-from dskernels._library import why_not_unasked
+from dskernels._library import autocast_disabled, why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu, why_not_triton
 from dskernels.quantized_matmul.reference import quantized_matmul_reference
@@ -34,7 +34,8 @@ def quantized_matmul(
     ``codes(x) = clamp(round(x / sx), -127, 127)``, where ``sx`` is the largest magnitude of the row over 127
     (dynamic), or ``weight.input_scale`` (static). Integer products are exact for any ``K``; scales and bias are
     applied in float32, and the result is rounded once. A row of zeros gives exactly the bias; a row with a NaN or an
-    infinity is not finite and touches no other; a row of a batch has the same bits as the same row alone.
+    infinity is not finite and touches no other. A row of a batch has the same bits as the same row alone, but for sums
+    of floats in the reference, whose order is torch's.
 
     The gradient of ``x`` is ``grad @ W``, straight through the rounding of ``x``; that of ``bias`` the sum over rows.
     The weight has none.
@@ -42,7 +43,7 @@ def quantized_matmul(
     Args:
         x: shape ``[..., K]``, float32, bfloat16 or float16 (float64 with the reference); any strides, no rows allowed.
         weight: of `quantize_weight`, on the device of ``x``.
-        bias: shape ``[N]``, any of these dtypes. Default: none.
+        bias: shape ``[N]``, any of these four dtypes. Default: none.
         backend: ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back.
             Default: `use_backend`, then ``DSKERNELS_BACKEND``, then the first that serves the call.
 
@@ -69,39 +70,21 @@ def quantized_matmul(
     return result
 
 
-class _StraightThrough(torch.autograd.Function):
-    # The values of one tensor with the gradient of another.
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, path: Tensor) -> Tensor:
-        return values.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad
-
-    @staticmethod
-    def jvp(ctx: Any, values: Tensor | None, path: Tensor) -> Tensor:
-        return path.clone()
-
-
 def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
     x, qweight, scale, zero_point, _, input_order, bias, scheme, group_size = call
-    if SCHEMES[scheme].endswith("weight_only"):
+    if SCHEMES[scheme].endswith("weight_only") or not torch.is_grad_enabled():
         return (quantized_matmul_reference(*call),)
-    with torch.no_grad():
-        values = quantized_matmul_reference(*call)
-    if not torch.is_grad_enabled():
-        return (values,)
-    weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, x.shape[-1])
+    # The product of codes is a constant; its slope comes with a second product, which is 0. A Function of autograd
+    # would say the same, but Dynamo traces none that has a forward mode.
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    path = torch.nn.functional.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
-    return (_StraightThrough.apply(values, path.to(x.dtype)),)
+    fixed = x.detach().to(wide)
+    weight = dequantize(qweight, scale, zero_point, input_order, scheme, group_size, x.shape[-1], wide)
+    out = quantized_matmul_reference(*call._replace(x=fixed, bias=None))
+    with autocast_disabled(x.device.type):
+        out = out + torch.nn.functional.linear(x.to(wide) - fixed, weight)
+    if bias is not None:
+        out = out + bias.to(wide)
+    return (out.to(x.dtype),)
 
 
 def _triton_unasked(call: QuantizedMatmulCall) -> str | None:

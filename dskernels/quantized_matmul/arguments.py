@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._library import why_no_kernel, why_no_triton
-from dskernels.checks import shape_of, wrong_type, wrong_value
+from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
+from dskernels.checks import is_integer, shape_of, wrong_type, wrong_value
 from dskernels.quantized_matmul.weight import FP8_BLOCK, INT4_SCHEMES, SCHEMES, QuantizedWeight
 
 _NUMBERS = {scheme: number for number, scheme in enumerate(SCHEMES)}
@@ -35,6 +35,7 @@ def prepare(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Q
         raise wrong_type("x", "a tensor", x)
     if not isinstance(weight, QuantizedWeight):
         raise wrong_type("weight", "a QuantizedWeight", weight)
+    (x,) = cast_for_autocast(x)
     check_quantized_weight(weight)
     if x.dtype not in _DTYPES:
         raise wrong_value("x", "float32, bfloat16, float16 or float64", x.dtype)
@@ -44,11 +45,14 @@ def prepare(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Q
         raise wrong_value("x", f"a tensor on {weight.qweight.device}, as weight.qweight is", x.device)
     if bias is not None:
         _check_bias(bias, weight)
+        if bias.dtype == torch.float64 and x.dtype != torch.float64:
+            # As the reference adds it; the kernels take no float64.
+            bias = bias.to(torch.float32)
     number = _NUMBERS[weight.scheme]
     return QuantizedMatmulCall(
         x,
         weight.qweight,
-        weight.scale,
+        weight.scale.detach() if weight.scale.requires_grad else weight.scale,
         weight.zero_point,
         weight.input_scale,
         weight.input_order,
@@ -78,6 +82,9 @@ def check_quantized_weight(weight: QuantizedWeight) -> None:
     scheme, qweight, scale, columns, group, zero_point, input_scale, _ = weight
     if scheme not in _NUMBERS:
         raise wrong_value("weight.scheme", f"one of {', '.join(SCHEMES)}", repr(scheme))
+    for name, size in (("in_features", columns), ("group_size", group)):
+        if not is_integer(size):
+            raise wrong_type(f"weight.{name}", "an int", size)
     is_int4 = scheme in INT4_SCHEMES
     _check_field("qweight", qweight, torch.int8 if scheme.startswith("int8") else torch.uint8)
     if qweight.dim() != 2 or qweight.shape[1] != ((columns + 1) // 2 if is_int4 else columns):

@@ -8,7 +8,6 @@ they are taken in float64, which holds any sum of them up to 2**53.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from dskernels.quantized_matmul.weight import (
     INT8_LARGEST,
     SCHEMES,
     dequantize,
+    divided,
 )
 
 _SMALLEST_NORMAL = 2.0**-126
@@ -45,11 +45,10 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     finite = largest.isfinite()
     lift = torch.where(largest < _SMALL, _LIFT, torch.where(largest > _LARGE, 1 / _LIFT, 1.0))
     largest = largest * lift
-    # Not a number over a tensor, which torch takes as a product with the reciprocal.
-    quotient = torch.full_like(largest, INT8_LARGEST) / largest
-    inverse = torch.where(finite & (largest > 0), quotient, 0.0)
+    # Of tensors, for torch takes a number over a tensor as a reciprocal and a product, which round twice.
+    inverse = torch.where(finite & (largest > 0), torch.full_like(largest, INT8_LARGEST) / largest, 0.0)
     codes = _int8_codes(x * lift[:, None], inverse[:, None])
-    return codes, torch.where(finite, largest / INT8_LARGEST, torch.nan), 1 / lift
+    return codes, torch.where(finite, divided(largest, INT8_LARGEST), torch.nan), 1 / lift
 
 
 def quantize_rows_by(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,18 +58,18 @@ def quantize_rows_by(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(x.isfinite().all(1), input_scale, torch.nan)
 
 
-def quantize_blocks(x: Tensor) -> Tensor:
+def quantize_blocks(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``x``, float32 ``[M, K]``, rounded to e4m3 times a scale for each block of 128 columns.
 
     With ``a`` the largest magnitude of a block, ``scale = max(a / 448, 2**-126)`` and the result is
-    ``e4m3(x / scale) * scale`` in float32; not finite in blocks that are not.
+    ``e4m3(x / scale) * scale``, in ``dtype``; not finite in blocks that are not.
     """
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % FP8_BLOCK))
     blocks = padded.view(rows, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
-    scale = (blocks.abs().amax(2, keepdim=True) / FP8_LARGEST).clamp(min=_SMALLEST_NORMAL)
+    scale = divided(blocks.abs().amax(2, keepdim=True), FP8_LARGEST).clamp(min=_SMALLEST_NORMAL)
     codes = (blocks / scale).to(torch.float8_e4m3fn)
-    return (codes.to(torch.float32) * scale).view(padded.shape)[:, :columns]
+    return (codes.to(dtype) * scale.to(dtype)).view(padded.shape)[:, :columns]
 
 
 def _int8_codes(x: Tensor, inverse: Tensor) -> Tensor:
@@ -98,28 +97,31 @@ def quantized_matmul_reference(
         weight = qweight, scale, zero_point, None, scheme, group_size, in_features
         name = SCHEMES[scheme]
         if name.endswith("weight_only"):
-            out = rows.to(wide) @ dequantize(*weight).to(wide).T
+            out = rows.to(wide) @ dequantize(*weight, wide).T
         elif name == "fp8_block":
-            out = quantize_blocks(rows.to(torch.float32)).to(wide) @ dequantize(*weight).to(wide).T
+            out = quantize_blocks(rows.to(torch.float32), wide) @ dequantize(*weight, wide).T
         else:
-            out = _integer_product(rows.to(torch.float32), weight, input_scale, wide)
+            is_int4 = name in INT4_SCHEMES
+            matrix = dequantize(*weight, torch.float64) if is_int4 else qweight.double()
+            out = _integer_product(rows.to(torch.float32), matrix, None if is_int4 else scale, input_scale, wide)
         if bias is not None:
             out = out + bias.to(wide)
         result: Tensor = out.to(x.dtype).reshape(*x.shape[:-1], qweight.shape[0])
         return result
 
 
-def _integer_product(rows: Tensor, weight: tuple[Any, ...], input_scale: Tensor | None, wide: torch.dtype) -> Tensor:
+def _integer_product(
+    rows: Tensor, matrix: Tensor, scale: Tensor | None, input_scale: Tensor | None, wide: torch.dtype
+) -> Tensor:
     if input_scale is None:
         codes, row_scale, unlift = quantize_rows(rows)
     else:
         codes, row_scale = quantize_rows_by(rows, input_scale)
         unlift = torch.ones_like(row_scale)
-    qweight, scale, _, _, scheme, *_ = weight
-    is_int4 = SCHEMES[scheme] in INT4_SCHEMES
-    exact: Tensor = dequantize(*weight) if is_int4 else qweight
-    sums = (codes.double() @ exact.double().T).to(wide) * row_scale.to(wide)[:, None]
-    return (sums if is_int4 else sums * scale.to(wide)) * unlift.to(wide)[:, None]
+    out = (codes.double() @ matrix.T).to(wide) * row_scale.to(wide)[:, None]
+    if scale is not None:
+        out = out * scale.to(wide)
+    return out * unlift.to(wide)[:, None]
 
 
 # Rows of the weight that are dequantized at a time: a block, not the whole, stands in memory as floats.
@@ -146,6 +148,6 @@ def quantized_matmul_backward_reference(
             end = min(first + _BACKWARD_ROWS, qweight.shape[0])
             scales = slice(first // scale_rows, -(-end // scale_rows))
             zeros = None if zero_point is None else zero_point[first:end]
-            part = dequantize(qweight[first:end], scale[scales], zeros, input_order, scheme, group_size, in_features)
-            result.addmm_(rows[:, first:end], part.to(wide))
+            part = qweight[first:end], scale[scales], zeros, input_order, scheme, group_size, in_features
+            result.addmm_(rows[:, first:end], dequantize(*part, wide))
         return result.to(grad.dtype).reshape(*grad.shape[:-1], in_features)

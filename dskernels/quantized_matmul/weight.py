@@ -135,7 +135,7 @@ def quantize_weight(
     group = _checked_group_size(group_size, scheme, columns)
     step = _checked_input_scale(input_scale, scheme, weight.device)
     with torch.no_grad():
-        wide = weight.detach().to(torch.float32)
+        wide = _finite_float32(weight)
         zero_point = None
         if scheme in INT4_SCHEMES:
             qweight, scale, zero_point = _quantize_int4(wide, group, symmetric)
@@ -154,22 +154,23 @@ def dequantize(
     scheme: int,
     group_size: int,
     in_features: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The float32 weight ``[N, K]`` that codes stand for, one rounding each."""
+    """The weight ``[N, K]`` that codes stand for, each rounded once to float32; exact in float64."""
     rows = qweight.shape[0]
     if SCHEMES[scheme] in INT4_SCHEMES:
-        codes = unpack_int4(qweight, in_features).to(torch.float32)
-        groups = scale.repeat_interleave(group_size, 1)[:, :in_features]
+        codes = unpack_int4(qweight, in_features).to(dtype)
+        groups = scale.to(dtype).repeat_interleave(group_size, 1)[:, :in_features]
         if zero_point is None:
             codes = codes - INT4_ZERO
         else:
-            codes = codes - zero_point.to(torch.float32).repeat_interleave(group_size, 1)[:, :in_features]
+            codes = codes - zero_point.to(dtype).repeat_interleave(group_size, 1)[:, :in_features]
         result = codes * groups
     elif SCHEMES[scheme] == "fp8_block":
-        blocks = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :in_features]
-        result = qweight.view(torch.float8_e4m3fn).to(torch.float32) * blocks
+        blocks = scale.to(dtype).repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)
+        result = qweight.view(torch.float8_e4m3fn).to(dtype) * blocks[:, :in_features]
     else:
-        result = qweight.to(torch.float32) * scale[:, None]
+        result = qweight.to(dtype) * scale.to(dtype)[:, None]
     if input_order is None:
         return result
     return torch.empty_like(result).index_copy_(1, input_order, result)
@@ -186,6 +187,11 @@ def unpack_int4(qweight: Tensor, columns: int) -> Tensor:
     return torch.stack((qweight & 15, qweight >> 4), -1).flatten(1)[:, :columns]
 
 
+def divided(values: Tensor, divisor: float) -> Tensor:
+    """``values / divisor``, rounded once; by a number itself torch does not divide on CUDA, but multiplies."""
+    return values / torch.full_like(values, divisor)
+
+
 def _rounded(weight: Tensor, scale: Tensor) -> Tensor:
     # In float64, where no quotient overflows; what has no scale has no codes but 0.
     quotient = weight.double() / scale.double()
@@ -193,7 +199,7 @@ def _rounded(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scale = _largest(weight, 1) / INT8_LARGEST
+    scale = divided(_largest(weight, 1), INT8_LARGEST)
     codes = _rounded(weight, scale[:, None]).clamp_(-INT8_LARGEST, INT8_LARGEST)
     return codes.to(torch.int8), scale
 
@@ -205,12 +211,12 @@ def _quantize_int4(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor,
         return empty.to(torch.uint8), empty, None if symmetric else empty.to(torch.uint8)
     padded = torch.nn.functional.pad(weight, (0, -columns % group)).view(rows, -(-columns // group), group)
     if symmetric:
-        zero_point, scale = None, _largest(padded, 2) / _INT4_HALF_RANGE
+        zero_point, scale = None, divided(_largest(padded, 2), _INT4_HALF_RANGE)
         shift = torch.full_like(scale, INT4_ZERO)
     else:
         low, high = padded.amin(2).clamp_(max=0.0), padded.amax(2).clamp_(min=0.0)
         # Halved first: the width of a group may be beyond float32's range.
-        scale = (high / 2 - low / 2) / _INT4_HALF_RANGE
+        scale = divided(high / 2 - low / 2, _INT4_HALF_RANGE)
         shift = _rounded(-low, scale).to(torch.float32)
         zero_point = shift.to(torch.uint8)
     codes = (_rounded(padded, scale[..., None]) + shift[..., None]).clamp_(0, 15)
@@ -221,7 +227,7 @@ def _quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight, (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
     blocks = padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
-    scale = (_largest(blocks, (1, 3)) / FP8_LARGEST).clamp_(min=_SMALLEST_NORMAL)
+    scale = divided(_largest(blocks, (1, 3)), FP8_LARGEST).clamp_(min=_SMALLEST_NORMAL)
     codes = (blocks / scale[:, None, :, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).view(padded.shape)[:rows, :columns].contiguous(), scale
 
@@ -240,8 +246,14 @@ def _check_weight(weight: Tensor) -> None:
         raise wrong_value("weight", "shape [N, K]", shape_of(weight))
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise wrong_value("weight", "float32, bfloat16, float16 or float64", weight.dtype)
-    if is_readable(weight) and not bool(weight.isfinite().all()):
-        raise wrong_value("weight", "finite values", f"{int((~weight.isfinite()).sum())} that are not")
+
+
+def _finite_float32(weight: Tensor) -> Tensor:
+    # Contiguous, because codes are laid out in memory as what they were computed from.
+    wide = weight.detach().to(torch.float32).contiguous()
+    if is_readable(wide) and not bool(wide.isfinite().all()):
+        raise wrong_value("weight", "finite values in float32", f"{int((~wide.isfinite()).sum())} that are not")
+    return wide
 
 
 def _checked_group_size(group_size: int | None, scheme: str, columns: int) -> int:
