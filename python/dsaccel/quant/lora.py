@@ -117,7 +117,7 @@ def add_lora_(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: ``rank``, ``dropout`` or ``dtype`` is out of range.
+        ValueError: ``rank``, ``dropout`` or ``dtype`` is out of range, or there is nothing to adapt.
     """
     checked_scaling(rank, alpha, dropout, dtype)
     check_filter(filter)
@@ -138,6 +138,8 @@ def add_lora_(
         return f"the filter says so of {refused[0]}" if refused else None
 
     chosen, recorder = sort_out(model, why)
+    if not chosen:
+        raise wrong_value("model", "a QuantizedLinear that can be adapted (see quantize_)", recorder.report())
     for layer in chosen:
         base: Any = layer.module
         new = LoRALinear(base, rank, alpha=alpha, dropout=dropout, dtype=dtype)
