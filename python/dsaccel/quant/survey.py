@@ -154,15 +154,16 @@ def _why_not_plain(module: nn.Module) -> str | None:
 def avoid_fused_layers(model: nn.Module) -> None:
     """Keeps torch's encoder layers from their fused kernel for inference where it would read weights that it finds no
     more, or take them past the layers that stand for them."""
+    unfused = set()
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer):
-            if not (_is_plain_linear(module.linear1) and _is_plain_linear(module.linear2)):
-                # The fused kernel is only for these two activations; forward itself reads `activation`.
-                module.activation_relu_or_gelu = 0
-        elif isinstance(module, nn.TransformerEncoder) and any(
-            isinstance(layer, nn.TransformerEncoderLayer) and not layer.activation_relu_or_gelu
-            for layer in module.modules()
+        if isinstance(module, nn.TransformerEncoderLayer) and not (
+            _is_plain_linear(module.linear1) and _is_plain_linear(module.linear2)
         ):
+            # The fused kernel is only for these two activations; forward itself reads `activation`.
+            module.activation_relu_or_gelu = 0
+            unfused.add(module)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and not unfused.isdisjoint(module.modules()):
             # Nested tensors are for the fused kernel alone.
             module.use_nested_tensor = False
 
