@@ -74,7 +74,7 @@ def test_state_loads_strictly(assign: bool) -> None:
     assert set(layer.state_dict()) == {"qweight", "scale"}
     other.load_state_dict(layer.state_dict(), assign=assign)
     assert torch.equal(other(torch.arange(7)), layer(torch.arange(7)))
-    with pytest.raises(RuntimeError, match="qweight: expected torch.int8, got torch.uint8"):
+    with pytest.raises(RuntimeError, match=r"qweight: expected torch.int8, got torch.uint8"):
         other.load_state_dict({**layer.state_dict(), "qweight": layer.qweight.view(torch.uint8)})
 
 
@@ -158,15 +158,15 @@ def test_repr_tells_the_sizes() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     weight = dk.quantize_weight(torch.randn(7, 5), "int8_weight_only")
-    with pytest.raises(TypeError, match="weight: expected a QuantizedWeight"):
+    with pytest.raises(TypeError, match=r"weight: expected a QuantizedWeight"):
         QuantizedEmbedding(torch.randn(7, 5))
-    with pytest.raises(ValueError, match="weight: expected a QuantizedWeight of int8, got fp8_block"):
+    with pytest.raises(ValueError, match=r"weight: expected a QuantizedWeight of int8, got fp8_block"):
         QuantizedEmbedding(dk.quantize_weight(torch.randn(7, 5), "fp8_block"))
-    with pytest.raises(ValueError, match="weight: expected columns in their own order"):
+    with pytest.raises(ValueError, match=r"weight: expected columns in their own order"):
         QuantizedEmbedding(weight._replace(input_order=torch.arange(5)))
-    with pytest.raises(ValueError, match="dtype: expected float32, bfloat16, .* got torch.int8"):
+    with pytest.raises(ValueError, match=r"dtype: expected float32, bfloat16, .* got torch.int8"):
         QuantizedEmbedding(weight, dtype=torch.int8)
-    with pytest.raises(TypeError, match="embedding: expected an nn.Embedding, got Linear"):
+    with pytest.raises(TypeError, match=r"embedding: expected an nn.Embedding, got Linear"):
         QuantizedEmbedding.from_embedding(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="embedding: expected max_norm=None.*, got 2.0"):
+    with pytest.raises(ValueError, match=r"embedding: expected max_norm=None.*, got 2.0"):
         QuantizedEmbedding.from_embedding(nn.Embedding(3, 3, max_norm=2.0))

@@ -186,7 +186,7 @@ def test_state_of_other_dtypes_is_refused_and_not_copied() -> None:
     with pytest.raises(RuntimeError, match=r"0\.qweight: expected torch.int8, got torch.uint8 \[33, 75\]"):
         nn.Sequential(other).load_state_dict(nn.Sequential(layer).state_dict())
     half = {name: value.half() if name == "scale" else value for name, value in other.state_dict().items()}
-    with pytest.raises(RuntimeError, match="scale: expected torch.float32, got torch.float16"):
+    with pytest.raises(RuntimeError, match=r"scale: expected torch.float32, got torch.float16"):
         other.load_state_dict(half, assign=True)
     assert_same(other, before)
 
@@ -195,13 +195,13 @@ def test_state_of_another_kind_is_refused() -> None:
     symmetric, asymmetric = (
         QuantizedLinear.from_linear(nn.Linear(K, N), "int4_dynamic", group_size=16, symmetric=s) for s in (True, False)
     )
-    with pytest.raises(RuntimeError, match="Unexpected key.*zero_point"):
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*zero_point"):
         symmetric.load_state_dict(asymmetric.state_dict())
-    with pytest.raises(RuntimeError, match="Missing key.*zero_point"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*zero_point"):
         asymmetric.load_state_dict(symmetric.state_dict())
-    with pytest.raises(RuntimeError, match="size mismatch for scale"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for scale"):
         empty_like(make(OPTIONS["int4_dynamic"])).load_state_dict(symmetric.state_dict())
-    with pytest.raises(RuntimeError, match='Missing key.*"qweight", "scale"'):
+    with pytest.raises(RuntimeError, match=r'Missing key.*"qweight", "scale"'):
         make(OPTIONS["int8_dynamic"]).load_state_dict(nn.Linear(K, N).state_dict())
 
 
@@ -281,21 +281,21 @@ def test_repr_tells_the_scheme() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     weight = dk.quantize_weight(torch.randn(N, K), "int8_dynamic")
-    with pytest.raises(TypeError, match="weight: expected a QuantizedWeight, got a tensor"):
+    with pytest.raises(TypeError, match=r"weight: expected a QuantizedWeight, got a tensor"):
         QuantizedLinear(torch.randn(N, K))
     with pytest.raises(ValueError, match=r"bias: expected shape \[33\], got \[5\]"):
         QuantizedLinear(weight, torch.zeros(5))
-    with pytest.raises(TypeError, match="bias: expected a tensor or None"):
+    with pytest.raises(TypeError, match=r"bias: expected a tensor or None"):
         QuantizedLinear(weight, 3.0)
     with pytest.raises(ValueError, match=r"weight\.scale: expected torch.float32"):
         QuantizedLinear(weight._replace(scale=weight.scale.half()))
     with pytest.raises(ValueError, match=r"weight\.input_scale: expected a tensor for int8_static"):
         QuantizedLinear(weight._replace(scheme="int8_static"))
-    with pytest.raises(TypeError, match="linear: expected an nn.Linear, got Conv1d"):
+    with pytest.raises(TypeError, match=r"linear: expected an nn.Linear, got Conv1d"):
         QuantizedLinear.from_linear(nn.Conv1d(1, 1, 1), "int8_dynamic")
-    with pytest.raises(ValueError, match="scheme: expected one of .*, got 'int2'"):
+    with pytest.raises(ValueError, match=r"scheme: expected one of .*, got 'int2'"):
         QuantizedLinear.from_linear(nn.Linear(K, N), "int2")
-    with pytest.raises(ValueError, match="group_size: expected a multiple of 16"):
+    with pytest.raises(ValueError, match=r"group_size: expected a multiple of 16"):
         QuantizedLinear.empty(K, N, "int4_dynamic", group_size=17)
     with pytest.raises(ValueError, match=r"x: expected shape \[..., 75\], got \[2, 74\]"):
         QuantizedLinear(weight)(torch.randn(2, 74))

@@ -284,7 +284,7 @@ def test_layers_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dk, "quantize_weight", counting)
     quantize_(model, "int8_dynamic")
-    assert alive == [4, 3, 2, 1] or alive == [4, 4, 3, 2]
+    assert alive == [4, 3, 2, 1]
     gc.collect()
     assert all(reference() is None for reference in references)
 
@@ -336,25 +336,25 @@ def test_the_report_counts_bytes_and_prints_a_table() -> None:
 def test_reading_a_replaced_weight_past_the_layer_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     quantize_(model, "int8_dynamic")
-    with pytest.raises(TypeError, match="QuantizedWeight"):
+    with pytest.raises(TypeError, match=r"QuantizedWeight"):
         F.linear(torch.randn(2, 4), model[0].weight)
 
 
 def test_wrong_arguments_are_named() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(TypeError, match="model: expected an nn.Module, got 3"):
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got 3"):
         quantize_(3, "int8_dynamic")
-    with pytest.raises(ValueError, match="scheme: expected one of .*, got 'int3'"):
+    with pytest.raises(ValueError, match=r"scheme: expected one of .*, got 'int3'"):
         quantize_(model, "int3")
     with pytest.raises(ValueError, match=r"scheme: expected .*prepare and convert.*, got 'int8_static'"):
         quantize_(model, "int8_static")
-    with pytest.raises(TypeError, match="filter: expected a function or None, got 'a'"):
+    with pytest.raises(TypeError, match=r"filter: expected a function or None, got 'a'"):
         quantize_(model, "int8_dynamic", filter="a")
-    with pytest.raises(ValueError, match="group_size: expected None for int8_dynamic, got 32"):
+    with pytest.raises(ValueError, match=r"group_size: expected None for int8_dynamic, got 32"):
         quantize_(model, "int8_dynamic", group_size=32)
-    with pytest.raises(ValueError, match="symmetric: expected True for fp8_block"):
+    with pytest.raises(ValueError, match=r"symmetric: expected True for fp8_block"):
         quantize_(model, "fp8_block", symmetric=False)
-    with pytest.raises(TypeError, match="embeddings: expected True or False"):
+    with pytest.raises(TypeError, match=r"embeddings: expected True or False"):
         quantize_(model, "int8_dynamic", embeddings="all")
     assert type(model[0]) is nn.Linear
 

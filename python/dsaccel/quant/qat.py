@@ -216,8 +216,10 @@ def rounded_activations(x: Tensor, scheme: str, step: Tensor | None = None) -> T
         rounded: Tensor = (padded / scale).to(torch.float8_e4m3fn).float() * scale
         return rounded.flatten(1)[:, : x.shape[1]]
     if step is not None:
-        return (x / step).round().clamp(-LARGEST_CODE, LARGEST_CODE) * step
+        return (x * (1 / step)).round().clamp(-LARGEST_CODE, LARGEST_CODE) * step
     largest = x.abs().amax(1, keepdim=True)
-    # Divided first: a scale of tiny rows has lost its digits.
-    codes = torch.where(largest > 0, x / largest, 0.0).mul(LARGEST_CODE).round()
-    return codes / LARGEST_CODE * largest
+    # Rows of tiny or huge numbers are lifted to where a scale has all its digits.
+    lift = torch.where(largest < 2.0**-60, 2.0**64, torch.where(largest > 2.0**60, 2.0**-64, 1.0))
+    largest = largest * lift
+    codes = (x * lift * torch.where(largest > 0, LARGEST_CODE / largest, 0.0)).round()
+    return codes * (largest / LARGEST_CODE) / lift
