@@ -162,23 +162,13 @@ class QuantizedLinear(nn.Module):
         keep_dtypes(self, before)
         return self
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         wrong = wrong_dtypes(self, state_dict, prefix)
         if wrong:
-            error_msgs += wrong
+            # The last argument is the list of messages that load_state_dict raises.
+            args[-1].extend(wrong)
             return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def keep_dtypes(module: nn.Module, before: dict[str, Tensor | None]) -> None:
