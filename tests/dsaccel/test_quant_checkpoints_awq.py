@@ -124,8 +124,8 @@ def test_loaded_model_computes_what_the_float_model_does(tmp_path: Path, file: s
     with torch.device("meta"):
         net = Net()
     loaded = load_quantized_(net, tmp_path, progress=None)
-    assert loaded.format == "awq"
-    assert loaded.quantized == {"inner": "int4_weight_only"}
+    assert loaded.replaced == ("inner",)
+    assert loaded.layers[0].reason == "from awq"
     x = torch.randn(5, 32)
     torch.testing.assert_close(net(x), want(x), rtol=1e-5, atol=1e-5)
 

@@ -157,22 +157,20 @@ def test_layers_that_cannot_be_replaced(tmp_path: Path) -> None:
     write(tmp_path, tensors_for_net())
     net = Net()
     net.body = NonDynamicallyQuantizableLinear(8, 4)
-    assert_refused(
-        tmp_path, "body: module: expected one that can .*, got a NonDynamicallyQuantizableLinear, which", net
-    )
+    assert_refused(tmp_path, "body: module: expected one that can .*, got a NonDynamicallyQuantizableLinear that", net)
     net = Net()
-    net.body.register_forward_hook(lambda *_: None)
-    assert_refused(tmp_path, "body: module: expected one that can become a QuantizedLinear, got one with hooks", net)
+    net.body.forward = lambda x: x
+    assert_refused(tmp_path, "body: module: expected one that can become a QuantizedLinear, got a Linear that may", net)
     alone = {name.removeprefix("body."): value for name, value in tensors_for_net().items() if "body" in name}
     write(tmp_path, alone)
     assert_refused(tmp_path, "module: expected one that can .*, got the model itself, which has no parent", Net().body)
 
 
-def test_buffers_that_no_checkpoint_holds_must_not_be_on_meta(tmp_path: Path) -> None:
+def test_buffers_that_no_checkpoint_holds_must_have_values(tmp_path: Path) -> None:
     write(tmp_path, tensors_for_net())
     net = Net()
     net.norm.register_buffer("cache", torch.empty(3, device="meta"), persistent=False)
-    assert_refused(tmp_path, r"model: expected no meta buffers that no checkpoint holds .*, got norm.cache", net)
+    assert_refused(tmp_path, r"model: expected values in the buffers .*, got meta tensors: norm.cache", net)
     net.norm.cache = torch.zeros(3)
     load_quantized_(net, tmp_path, progress=None)
 
@@ -211,5 +209,5 @@ def test_tensor_in_two_files(tmp_path: Path) -> None:
 
 
 def test_only_modules_are_loaded() -> None:
-    with pytest.raises(TypeError, match="model: expected a module, got 3"):
+    with pytest.raises(TypeError, match=r"model: expected an nn.Module, got 3"):
         load_quantized_(3, "nowhere")

@@ -94,7 +94,7 @@ def test_loaded_weights_are_exact(tmp_path: Path, config: dict[str, Any]) -> Non
     with torch.device("meta"):
         net = Net()
     loaded = load_quantized_(net, tmp_path, progress=None)
-    assert loaded.quantized == {"up": "fp8_block", "down": "fp8_block"}
+    assert loaded.replaced == ("up", "down")
     assert torch.equal(net.up.weight.dequantize(), want.up.weight)
     assert torch.equal(net.down.weight.dequantize(), want.down.weight)
     assert torch.equal(net.up.bias, want.up.bias)

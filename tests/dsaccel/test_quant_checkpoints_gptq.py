@@ -245,8 +245,8 @@ def test_loaded_model_computes_what_the_float_model_does(
     with torch.device("meta"):
         net = Net()
     loaded = load_quantized_(net, tmp_path, progress=None, **options)
-    assert loaded.quantized == {"inner": "int4_weight_only", "outer": "int4_weight_only"}
-    assert loaded.floating == ("head",)
+    assert [layer.became for layer in loaded.layers] == ["int4_weight_only", "int4_weight_only", None]
+    assert loaded.replaced == ("inner", "outer")
     assert isinstance(net.outer, QuantizedLinear)
     assert torch.equal(net.outer.weight.dequantize(), want.outer.weight)
     assert net.outer.bias.dtype == torch.float16
@@ -259,7 +259,8 @@ def test_config_in_a_file_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 16}')
     net = Net()
-    assert load_quantized_(net, tmp_path, progress=None).format == "gptq"
+    report = load_quantized_(net, tmp_path, progress=None)
+    assert report.layers[0].reason == "from gptq"
     assert torch.equal(net.inner.weight.dequantize(), want.inner.weight)
 
 

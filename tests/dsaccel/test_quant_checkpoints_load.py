@@ -126,11 +126,11 @@ def test_everything_is_where_it_belongs(tmp_path: Path, meta: bool) -> None:
     net.blocks[0].eval()
     net.embed.weight.requires_grad_(False)
     loaded = quiet(net, write(tmp_path, tensors))
-    assert loaded.format == "compressed-tensors"
-    names = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]
-    assert loaded.quantized == dict.fromkeys(names, "int8_dynamic")
-    assert loaded.floating == ("head",)
-    assert str(loaded).splitlines()[::5] == ["compressed-tensors: 4 layers quantized, 1 floating", "  floating head"]
+    assert loaded.replaced == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
+    assert loaded.kept == dict.fromkeys(("embed", "head"), "the checkpoint has its weight in floating point")
+    assert {(layer.became, layer.reason) for layer in loaded.layers[1:-1]} == {
+        ("int8_dynamic", "from compressed-tensors")
+    }
     assert_holds(net, tensors)
     assert (net.blocks[0].up.training, net.blocks[1].up.training) == (False, True)
     assert (net.embed.weight.requires_grad, net.head.weight.requires_grad) == (False, True)
@@ -286,7 +286,7 @@ def test_tied_tensors_that_differ_are_an_error(tmp_path: Path) -> None:
 def test_quantized_head_is_untied(tmp_path: Path) -> None:
     net = on_meta(tied=True)
     tensors = tensors_for(Net(), quantized=("up", "down", "head"))
-    assert "head" in quiet(net, write(tmp_path, tensors, config={**CONFIG, "ignore": []})).quantized
+    assert "head" in quiet(net, write(tmp_path, tensors, config={**CONFIG, "ignore": []})).replaced
     assert_holds(net, tensors)
     assert isinstance(net.embed.weight, nn.Parameter)
 
@@ -299,7 +299,7 @@ def test_a_layer_in_two_places_is_replaced_in_both(tmp_path: Path) -> None:
     loaded = quiet(net, write(tmp_path, tensors))
     assert net.blocks[1].up is net.blocks[0].up
     assert isinstance(net.blocks[1].up, QuantizedLinear)
-    assert {"blocks.0.up", "blocks.1.up"} <= loaded.quantized.keys()
+    assert [layer.reason for layer in loaded.layers][1] == "also blocks.1.up; from compressed-tensors"
     assert_holds(net, tensors)
 
 
@@ -342,8 +342,8 @@ def test_groups_of_several_kinds(tmp_path: Path) -> None:
     }
     net = on_meta()
     loaded = quiet(net, write(tmp_path, tensors, config={**CONFIG, "config_groups": groups}))
-    assert loaded.quantized["blocks.1.up"] == "int8_dynamic"
-    assert loaded.quantized["blocks.1.down"] == "int8_static"
+    became = {layer.name: layer.became for layer in loaded.layers}
+    assert (became["blocks.1.up"], became["blocks.1.down"]) == ("int8_dynamic", "int8_static")
     assert float(net.blocks[1].down.input_scale) == 0.5
 
 

@@ -5,13 +5,12 @@ from dsaccel.quant.checkpoints.compressed import from_compressed_tensors, to_com
 from dsaccel.quant.checkpoints.compressed_scheme import CompressedScheme
 from dsaccel.quant.checkpoints.fp8 import from_fp8_block
 from dsaccel.quant.checkpoints.gptq import from_gptq
-from dsaccel.quant.checkpoints.load import LoadedCheckpoint, LoadProgress, load_quantized_, print_progress
+from dsaccel.quant.checkpoints.load import LoadProgress, load_quantized_, print_progress
 from dsaccel.quant.checkpoints.save import save_compressed_tensors
 
 __all__ = [
     "CompressedScheme",
     "LoadProgress",
-    "LoadedCheckpoint",
     "from_awq",
     "from_compressed_tensors",
     "from_fp8_block",

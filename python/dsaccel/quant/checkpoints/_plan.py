@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from dsaccel.quant.checkpoints._files import TensorInfo, shortened
 from dsaccel.quant.checkpoints._formats import Format, Recipe
+from dsaccel.quant.survey import Layer
 from dskernels.checks import shape_of, wrong_value
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Slot:
 
 
 @dataclass
-class Layer:
-    """An `nn.Linear` that becomes quantized: all its names in the model, and what has been read of it so far."""
+class QuantizedLayer:
+    """An `nn.Linear` that becomes quantized: its name in the checkpoint, and what has been read of it so far."""
 
-    module: nn.Linear
-    names: list[str]
+    layer: Layer
+    file_name: str
     recipe: Recipe
     waiting: set[str]
     found: dict[str, Tensor] = field(default_factory=dict)
@@ -40,76 +40,83 @@ class Layer:
 
 @dataclass
 class Plan:
-    """Where the tensors of a checkpoint go, by their names in it."""
+    """Where the tensors of a checkpoint go, by their names in it, and the layers that stay as they are."""
 
-    layers: dict[str, tuple[Layer, str]] = field(default_factory=dict)
+    layers: dict[str, tuple[QuantizedLayer, str]] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
-    floating: list[str] = field(default_factory=list)
+    floating: list[Layer] = field(default_factory=list)
 
 
 def plan_of(
-    model: nn.Module, infos: Mapping[str, TensorInfo], format: Format, rename: Callable[[str], str | None] | None
+    model: nn.Module,
+    layers: list[Layer],
+    infos: Mapping[str, TensorInfo],
+    format: Format,
+    rename: Callable[[str], str | None] | None,
 ) -> Plan:
     """The plan for a checkpoint with the tensors ``infos``.
 
     Raises:
         ValueError: tensors are missing or left over, or one does not fit its place.
     """
-    by_module: dict[str, dict[str, str]] = defaultdict(dict)
-    for name in infos:
-        new = rename(name) if rename is not None else name
-        if new is None:
+    by_module = _by_module(infos, rename)
+    plan, slots, missing = Plan(), _slots_of(model), []
+    for layer in layers:
+        own = next((by_module[name] for name in layer.names if by_module.get(name)), {})
+        quantized = _quantized_layer_of(layer, own, infos, format)
+        if quantized is None:
+            plan.floating.append(layer)
             continue
-        module_name, _, attribute = new.rpartition(".")
-        if attribute in by_module[module_name]:
-            raise wrong_value("rename", "a name of its own for each tensor", f"{new} for two")
-        by_module[module_name][attribute] = name
-    slots = _slots_of(model)
-    plan, missing = Plan(), []
-    for module, names in _linears_of(model):
-        layer = _layer_of(module, names, by_module, infos, format)
-        if layer is None:
-            plan.floating += names
-            continue
-        own = next(by_module[name] for name in names if by_module.get(name))
-        prefix = next(iter(own.values())).rpartition(".")[0]
-        missing += [f"{prefix}.{attribute}" for attribute in sorted(layer.waiting - own.keys())]
-        plan.layers |= {own[attribute]: (layer, attribute) for attribute in layer.waiting & own.keys()}
-        for slot in (slots[f"{name}.{attribute}"] for name in names for attribute in tensors_of_module(module)):
-            slot.places = [place for place in slot.places if place[0] is not module]
+        missing += [f"{quantized.file_name}.{name}" for name in sorted(quantized.waiting - own.keys())]
+        plan.layers |= {own[name]: (quantized, name) for name in quantized.waiting & own.keys()}
+        for attribute in tensors_of_module(layer.module):
+            slot = slots[f"{layer.names[0]}.{attribute}"]
+            slot.places = [place for place in slot.places if place[0] is not layer.module]
+    filled = set()
     for name, slot in slots.items():
-        if not slot.places:
-            continue
         module_name, _, attribute = name.rpartition(".")
         file_name = by_module.get(module_name, {}).get(attribute)
-        if file_name is not None and file_name not in plan.layers:
+        if slot.places and file_name is not None and file_name not in plan.layers:
             _check_plain(file_name, infos[file_name], slot)
             plan.slots[file_name] = slot
-    filled = {id(slot) for slot in plan.slots.values()}
+            filled.add(id(slot))
     missing += [
         name for name, slot in slots.items() if slot.places and id(slot) not in filled and name == slot.names[0]
     ]
     known = plan.layers.keys() | plan.slots.keys()
-    unexpected = [name for attributes in by_module.values() for name in attributes.values() if name not in known]
+    unexpected = [name for own in by_module.values() for name in own.values() if name not in known]
     if missing or unexpected:
-        parts = [
-            f"{len(names)} {kind} ({shortened(names)})"
-            for kind, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        ]
-        raise wrong_value("checkpoint", "the tensors of the model", "; ".join(parts))
+        kinds = {"missing": missing, "unexpected": unexpected}
+        got = [f"{len(names)} {kind} ({shortened(names)})" for kind, names in kinds.items() if names]
+        raise wrong_value("checkpoint", "the tensors of the model", "; ".join(got))
     _check_no_meta_left(model)
     return plan
 
 
 def tensors_of_module(module: nn.Module) -> dict[str, Tensor]:
-    # What a state dict holds of a module itself.
+    """What a state dict holds of ``module`` itself."""
     found = {**module._parameters, **module._buffers}
     return {
         name: tensor
         for name, tensor in found.items()
         if tensor is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def _by_module(
+    infos: Mapping[str, TensorInfo], rename: Callable[[str], str | None] | None
+) -> dict[str, dict[str, str]]:
+    # By the name of a module, then by that of a tensor in it: the tensor's name in the checkpoint.
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in infos:
+        new = rename(name) if rename is not None else name
+        if new is None:
+            continue
+        module_name, _, attribute = new.rpartition(".")
+        if attribute in found[module_name]:
+            raise wrong_value("rename", "a name of its own for each tensor", f"{new} for two")
+        found[module_name][attribute] = name
+    return dict(found)
 
 
 def _slots_of(model: nn.Module) -> dict[str, Slot]:
@@ -126,49 +133,33 @@ def _slots_of(model: nn.Module) -> dict[str, Slot]:
     return named
 
 
-def _linears_of(model: nn.Module) -> list[tuple[nn.Linear, list[str]]]:
-    names: dict[nn.Linear, list[str]] = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            names[module].append(name)
-    return list(names.items())
-
-
-def _layer_of(
-    module: nn.Linear,
-    names: list[str],
-    by_module: Mapping[str, dict[str, str]],
-    infos: Mapping[str, TensorInfo],
-    format: Format,
-) -> Layer | None:
-    own = next((by_module[name] for name in names if by_module.get(name)), {})
-    if not own:
+def _quantized_layer_of(
+    layer: Layer, own: Mapping[str, str], infos: Mapping[str, TensorInfo], format: Format
+) -> QuantizedLayer | None:
+    if not own or not isinstance(layer.module, nn.Linear):
         return None
-    file_layer = next(iter(own.values())).rpartition(".")[0]
-    classes = [kind.__name__ for kind in type(module).__mro__]
+    file_name = next(iter(own.values())).rpartition(".")[0]
+    classes = [kind.__name__ for kind in type(layer.module).__mro__]
     try:
-        recipe = format.recipe(file_layer, classes, {attribute: infos[name] for attribute, name in own.items()})
+        recipe = format.recipe(file_name, classes, {attribute: infos[name] for attribute, name in own.items()})
         if recipe is None:
             return None
-        reason = _why_not_replaced(module, names)
+        reason = _why_not_replaced(layer)
         if reason is not None:
             raise wrong_value("module", "one that can become a QuantizedLinear", reason)
     except ValueError as error:
-        raise ValueError(f"{file_layer}: {error}") from error
+        raise ValueError(f"{file_name}: {error}") from error
     waiting = recipe.required | (recipe.optional & own.keys())
-    if module.bias is not None or "bias" in own:
+    if layer.module.bias is not None or "bias" in own:
         waiting = waiting | {"bias"}
-    return Layer(module, names, recipe, waiting)
+    return QuantizedLayer(layer, file_name, recipe, waiting)
 
 
-def _why_not_replaced(module: nn.Linear, names: list[str]) -> str | None:
-    if type(module) is not nn.Linear:
-        return f"a {type(module).__name__}, which may compute something else than nn.Linear"
-    if "" in names:
-        return "the model itself, which has no parent"
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
-        return "one with hooks, which would be lost"
-    return None
+def _why_not_replaced(layer: Layer) -> str | None:
+    module = layer.module
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return f"a {type(module).__name__} that may compute something else than nn.Linear"
+    return None if layer.places else "the model itself, which has no parent"
 
 
 def _check_plain(name: str, info: TensorInfo, slot: Slot) -> None:
@@ -184,10 +175,9 @@ def _check_no_meta_left(model: nn.Module) -> None:
     left = [
         f"{module_name}.{name}".removeprefix(".")
         for module_name, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-        if (buffer := module._buffers.get(name)) is not None and buffer.is_meta
+        for name, buffer in module._buffers.items()
+        if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_meta
     ]
     if left:
-        raise wrong_value(
-            "model", "no meta buffers that no checkpoint holds (build their modules elsewhere)", shortened(left)
-        )
+        expected = "values in the buffers that no checkpoint holds (build their modules elsewhere)"
+        raise wrong_value("model", expected, f"meta tensors: {shortened(left)}")

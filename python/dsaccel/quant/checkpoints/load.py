@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +14,11 @@ from torch import Tensor, nn
 import dskernels as dk
 from dsaccel.quant.checkpoints._files import TensorInfo, files_of, infos_of, quantization_config_of, tensors_of
 from dsaccel.quant.checkpoints._formats import format_of
-from dsaccel.quant.checkpoints._plan import Layer, Slot, plan_of
+from dsaccel.quant.checkpoints._plan import QuantizedLayer, Slot, plan_of
 from dsaccel.quant.linear import QuantizedLinear
-from dskernels.checks import wrong_type, wrong_value
+from dsaccel.quant.report import QuantizationReport
+from dsaccel.quant.survey import Recorder, avoid_fused_layers, layers_of
+from dskernels.checks import wrong_value
 
 
 class LoadProgress(NamedTuple):
@@ -38,27 +39,6 @@ class LoadProgress(NamedTuple):
     total: int
 
 
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    """What `load_quantized_` did; ``print`` lists it.
-
-    Attributes:
-        format: ``"gptq"``, ``"awq"``, ``"compressed-tensors"`` or ``"fp8"``.
-        quantized: name and scheme of every layer that became a `QuantizedLinear`.
-        floating: names of the `nn.Linear` layers whose weights are not quantized.
-    """
-
-    format: str
-    quantized: dict[str, str]
-    floating: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.format}: {len(self.quantized)} layers quantized, {len(self.floating)} floating"]
-        lines += [f"  quantized {name}: {scheme}" for name, scheme in self.quantized.items()]
-        lines += [f"  floating {name}" for name in self.floating]
-        return "\n".join(lines)
-
-
 def print_progress(progress: LoadProgress) -> None:
     """A line on the standard error for each file."""
     if progress.last_of_file:
@@ -75,7 +55,7 @@ def load_quantized_(
     rename: Callable[[str], str | None] | None = None,
     device: torch.device | str = "cpu",
     progress: Callable[[LoadProgress], None] | None = print_progress,
-) -> LoadedCheckpoint:
+) -> QuantizationReport:
     """Loads a checkpoint in GPTQ's, AWQ's, compressed-tensors' or DeepSeek's format into a float model, in place.
 
     Each `nn.Linear` whose weight the checkpoint holds in codes is replaced by a `QuantizedLinear` that stands for
@@ -99,7 +79,7 @@ def load_quantized_(
         progress: called after each tensor. Default: a line on the standard error for each file; None: nothing.
 
     Returns:
-        Which layers are quantized now, and which are not.
+        What became of each layer.
 
     Raises:
         TypeError: ``model`` is no module.
@@ -108,34 +88,37 @@ def load_quantized_(
         ValueError: the format is unknown; tensors are missing or left over; a layer's weight is one that no scheme can
             hold exactly (the message names the layer).
     """
-    if not isinstance(model, nn.Module):
-        raise wrong_type("model", "a module", model)
+    layers = layers_of(model)
     source = Path(source)
     files = files_of(source)
     config = quantization_config_of(source) if quantization_config is None else quantization_config
     chosen = format_of(format, config)
     infos = infos_of(files)
-    plan = plan_of(model, infos, chosen, rename)
+    plan = plan_of(model, layers, infos, chosen, rename)
+    recorder = Recorder(model, layers)
+    for layer in plan.floating:
+        recorder.kept(layer, "the checkpoint has its weight in floating point")
     wanted = {name: info for name, info in infos.items() if name in plan.layers or name in plan.slots}
     total, done = sum(map(_bytes_of, wanted.values())), 0
-    quantized: dict[str, str] = {}
     for number, file in enumerate(files, 1):
         names = [name for name, info in wanted.items() if info.file == file]
         for name, tensor in zip(names, tensors_of(file, names), strict=True):
             if name in plan.slots:
                 _fill(plan.slots.pop(name), name, tensor, device)
             else:
-                layer, attribute = plan.layers.pop(name)
-                layer.found[attribute] = tensor
-                if layer.found.keys() == layer.waiting:
-                    quantized |= dict.fromkeys(layer.names, _replace(model, layer, name.rpartition(".")[0], device))
+                quantized, attribute = plan.layers.pop(name)
+                quantized.found[attribute] = tensor
+                if quantized.found.keys() == quantized.waiting:
+                    new = _made(quantized, device)
+                    recorder.replace(quantized.layer, new, new.scheme, f"from {chosen.name}")
             done += _bytes_of(wanted[name])
             if progress is not None:
                 progress(LoadProgress(name, number, len(files), name == names[-1], done, total))
         # What waits for tensors of a later file must not keep this one open.
-        for layer in {id(layer): layer for layer, _ in plan.layers.values()}.values():
-            layer.found = {name: tensor.clone() for name, tensor in layer.found.items()}
-    return LoadedCheckpoint(chosen.name, quantized, tuple(plan.floating))
+        for quantized in {id(quantized): quantized for quantized, _ in plan.layers.values()}.values():
+            quantized.found = {attribute: tensor.clone() for attribute, tensor in quantized.found.items()}
+    avoid_fused_layers(model)
+    return recorder.report()
 
 
 def _bytes_of(info: TensorInfo) -> int:
@@ -163,31 +146,25 @@ def _fill(slot: Slot, name: str, tensor: Tensor, device: torch.device | str) -> 
     slot.tensor = slot.loaded = new
 
 
-def _replace(model: nn.Module, layer: Layer, file_layer: str, device: torch.device | str) -> str:
-    # The scheme of the layer that stands in its place now.
-    tensors, layer.found = layer.found, {}
+def _made(quantized: QuantizedLayer, device: torch.device | str) -> QuantizedLinear:
+    tensors, quantized.found = quantized.found, {}
     bias = tensors.pop("bias", None)
+    linear: Any = quantized.layer.module
     try:
-        weight = layer.recipe.build(tensors)
-        module = layer.module
-        expected = (module.out_features, module.in_features)
-        if (weight.out_features, weight.in_features) != expected:
-            raise wrong_value("weight", f"shape {list(expected)}", [weight.out_features, weight.in_features])
-        if bias is not None and module.bias is None:
+        weight = quantized.recipe.build(tensors)
+        sizes = [weight.out_features, weight.in_features]
+        if sizes != [linear.out_features, linear.in_features]:
+            raise wrong_value("weight", f"shape {[linear.out_features, linear.in_features]}", sizes)
+        if bias is not None and linear.bias is None:
             # Some writers store a bias of zeros for every layer.
             if bool(bias.any()):
                 raise wrong_value("bias", "none, or zeros, as the model has none", "others")
             bias = None
-        place = _place(module.weight, device)
-        weight = _owned(weight, tensors, place)
+        place = _place(linear.weight, device)
         bias = None if bias is None else torch.empty_like(bias, device=place).copy_(bias)
-        new = QuantizedLinear(weight, bias).train(module.training)
+        return QuantizedLinear(_owned(weight, tensors, place), bias)
     except ValueError as error:
-        raise ValueError(f"{file_layer}: {error}") from error
-    for name in layer.names:
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, new)
-    return weight.scheme
+        raise ValueError(f"{quantized.file_name}: {error}") from error
 
 
 def _owned(weight: dk.QuantizedWeight, read: dict[str, Tensor], device: torch.device) -> dk.QuantizedWeight:

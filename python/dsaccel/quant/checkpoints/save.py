@@ -44,7 +44,7 @@ def save_compressed_tensors(
             stands for exactly a layer's weight (the message names the layer). Nothing is written then.
     """
     if not isinstance(model, nn.Module):
-        raise wrong_type("model", "a module", model)
+        raise wrong_type("model", "an nn.Module", model)
     if not is_integer(max_shard_bytes):
         raise wrong_type("max_shard_bytes", "an int", max_shard_bytes)
     if max_shard_bytes < 1:
