@@ -131,6 +131,13 @@ def test_column_order_of_one_group_is_undone() -> None:
     assert torch.equal(from_compressed_tensors(tensors, scheme).dequantize(), weight.dequantize())
 
 
+def test_codes_at_an_odd_place_in_memory() -> None:
+    weight = dk.quantize_weight(torch.randn(8, 48), "int4_weight_only", group_size=16)
+    shifted = torch.empty(8 * 24 + 1, dtype=torch.uint8)[1:].view(8, 24).copy_(weight.qweight)
+    _, want = to_compressed_tensors(weight)
+    _assert_same(to_compressed_tensors(weight._replace(qweight=shifted))[1], want)
+
+
 def test_g_idx_that_was_never_filled_is_not_read() -> None:
     want, tensors = _int4(8, 32, 16, True, True, [k // 16 for k in range(32)])
     tensors["weight_g_idx"] = torch.full((32,), -1, dtype=torch.int32)

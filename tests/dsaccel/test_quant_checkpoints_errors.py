@@ -82,6 +82,14 @@ def test_missing_and_unexpected_tensors(tmp_path: Path, drop: list[str], add: di
     assert_refused(tmp_path, message)
 
 
+def test_a_missing_tensor_of_several_places_is_named_once(tmp_path: Path) -> None:
+    net = Net()
+    net.norm.bias = net.norm.weight
+    tensors = {name: tensor for name, tensor in tensors_for_net().items() if "norm" not in name}
+    write(tmp_path, tensors)
+    assert_refused(tmp_path, r"got 1 missing \(norm.weight\)$", net)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -193,10 +193,17 @@ def test_memory_is_the_model_and_one_file(tmp_path: Path, monkeypatch: pytest.Mo
     live = LiveBytes()
     read = load.tensors_of
 
+    earlier: list[StorageWeakRef] = []
+
     def counted(*arguments: Any) -> Iterator[Tensor]:
+        own: list[StorageWeakRef] = []
         for tensor in read(*arguments):
             live.add(tensor)
+            own.append(StorageWeakRef(tensor.untyped_storage()))
+            # The caller's variable still holds the last tensor when it asks for the first of the next file.
+            assert len(own) == 1 or all(storage.expired() for storage in earlier)
             yield tensor
+        earlier[:] = own
 
     monkeypatch.setattr(load, "tensors_of", counted)
     with live:
@@ -301,6 +308,26 @@ def test_a_layer_in_two_places_is_replaced_in_both(tmp_path: Path) -> None:
     assert isinstance(net.blocks[1].up, QuantizedLinear)
     assert [layer.reason for layer in loaded.layers][1] == "also blocks.1.up; from compressed-tensors"
     assert_holds(net, tensors)
+
+
+def test_hooks_and_encoders_of_torch_go_on(tmp_path: Path) -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    calls: list[nn.Module] = []
+    encoder.layers[0].linear1.register_forward_hook(lambda module, *_: calls.append(module))
+    tensors = {}
+    for name, tensor in encoder.state_dict().items():
+        tensors[name] = tensor
+        if name.endswith(("linear1.weight", "linear2.weight")):
+            tensors[name] = torch.randint(-128, 128, tensor.shape, dtype=torch.int8)
+            tensors[f"{name}_scale"] = torch.full((tensor.shape[0], 1), 0.01)
+    quiet(encoder, write(tmp_path, tensors, config={**CONFIG, "ignore": ["re:.*out_proj"]}))
+    with torch.no_grad():
+        assert encoder(torch.randn(2, 3, 8)).isfinite().all()
+        assert calls == [encoder.layers[0].linear1]
+        assert isinstance(calls[0], QuantizedLinear)
+        # Without hooks torch would take its fused kernel, which reads the weights.
+        calls[0]._forward_hooks.clear()
+        assert encoder(torch.randn(2, 3, 8)).isfinite().all()
 
 
 def test_names_can_be_mapped_and_left_out(tmp_path: Path) -> None:

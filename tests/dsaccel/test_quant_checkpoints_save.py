@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dskernels as dk
-from dsaccel.quant import QuantizedLinear
+from dsaccel.quant import QuantizedLinear, quantize_
 from dsaccel.quant.checkpoints import from_gptq, load_quantized_, save_compressed_tensors
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -196,10 +196,23 @@ def test_tied_and_shared_tensors_are_stored_once(tmp_path: Path) -> None:
     assert_same_state(again, net)
 
 
+@pytest.mark.parametrize("scheme", ["int8_dynamic", "int4_weight_only", "fp8_block"])
+def test_layers_that_share_their_codes_are_stored_each(tmp_path: Path, scheme: str) -> None:
+    net = Net()
+    net.layers["int8_static"].weight = net.layers["int8_dynamic"].weight
+    quantize_(net, scheme, filter=lambda name, layer: name.startswith("layers.int8"))
+    assert net.layers["int8_static"].qweight is net.layers["int8_dynamic"].qweight
+    save_compressed_tensors(net, tmp_path)
+    again = Net()
+    load_quantized_(again, tmp_path, progress=None)
+    assert_same_state(again, net)
+
+
 def test_views_of_one_storage_are_stored(tmp_path: Path) -> None:
     net = quantized(Net())
-    both = torch.randn(2, 64)
-    net.norm.weight.data, net.norm.bias.data = both[0], both[1]
+    both = torch.randn(96)
+    net.norm.weight.data, net.norm.bias.data = both[:64], both[32:]
+    net.norm.running_mean = net.norm.running_var.view(64)
     net.head.weight.data = torch.randn(64, 6).T
     save_compressed_tensors(net, tmp_path)
     again = Net()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsaccel.quant.checkpoints import CompressedScheme
-from dsaccel.quant.checkpoints.compressed_scheme import matching_target
+from dsaccel.quant.checkpoints.compressed_scheme import Targets
 
 # As compressed-tensors writes them, shortened.
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
@@ -90,5 +90,5 @@ def test_config_groups_without_a_scheme_are_errors(group: dict[str, Any], messag
         ([], None),
     ],
 )
-def test_matching_target(targets: list[str], want: str | None) -> None:
-    assert matching_target("layers.0.q", ["Linear", "Module", "object"], targets) == want
+def test_targets(targets: list[str], want: str | None) -> None:
+    assert Targets(targets).match("layers.0.q", ["Linear", "Module", "object"]) == want

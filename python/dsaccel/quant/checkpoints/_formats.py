@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ import dskernels as dk
 from dsaccel.quant.checkpoints._files import TensorInfo
 from dsaccel.quant.checkpoints.awq import from_awq
 from dsaccel.quant.checkpoints.compressed import from_compressed_tensors
-from dsaccel.quant.checkpoints.compressed_scheme import CompressedScheme, matching_target
+from dsaccel.quant.checkpoints.compressed_scheme import CompressedScheme, Targets
 from dsaccel.quant.checkpoints.fp8 import from_fp8_block
 from dsaccel.quant.checkpoints.gptq import from_gptq
 from dskernels.checks import is_integer, wrong_value
@@ -36,7 +36,7 @@ class Format(Protocol):
 
     name: str
 
-    def recipe(self, layer: str, classes: Iterable[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
+    def recipe(self, layer: str, classes: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
         """The recipe of a layer, or None if it is not quantized.
 
         Args:
@@ -87,7 +87,7 @@ class _GPTQ:
         if config.get("pack_dtype", "int32") != "int32":
             raise wrong_value("quantization_config.pack_dtype", "int32", config["pack_dtype"])
 
-    def recipe(self, layer: str, classes: Iterable[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
+    def recipe(self, layer: str, classes: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
         if not tensors.keys() & {"qweight", "qzeros", "scales", "g_idx"}:
             return None
         _check_not_listed(layer, self._config)
@@ -128,7 +128,7 @@ class _AWQ:
             raise wrong_value("quantization_config.bits", "4", bits)
         self._group_size = _integer(config, "group_size", "q_group_size")
 
-    def recipe(self, layer: str, classes: Iterable[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
+    def recipe(self, layer: str, classes: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
         names = {"qweight", "qzeros", "scales"}
         if not tensors.keys() & names:
             return None
@@ -145,7 +145,7 @@ class _FP8:
             if config.get(key, expected) != expected:
                 raise wrong_value(f"quantization_config.{key}", str(expected), config[key])
 
-    def recipe(self, layer: str, classes: Iterable[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
+    def recipe(self, layer: str, classes: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
         weight = tensors.get("weight")
         if "weight_scale_inv" not in tensors and (weight is None or weight.dtype not in _EIGHT_BITS):
             return None
@@ -172,11 +172,11 @@ class _CompressedTensors:
                 raise wrong_value(f"quantization_config.config_groups.{name}", "arguments written out", group)
             # As in the library itself, a target of several groups belongs to the last.
             self._groups |= dict.fromkeys(group["targets"], name)
+        self._targets, self._ignore = Targets(self._groups), Targets(config.get("ignore") or ())
 
-    def recipe(self, layer: str, classes: Iterable[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
-        classes = list(classes)
-        target = matching_target(layer, classes, self._groups)
-        if target is None or matching_target(layer, classes, self._config.get("ignore") or ()) is not None:
+    def recipe(self, layer: str, classes: Sequence[str], tensors: Mapping[str, TensorInfo]) -> Recipe | None:
+        target = self._targets.match(layer, classes)
+        if target is None or self._ignore.match(layer, classes) is not None:
             stray = tensors.keys() & {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}
             if stray:
                 why = "no config group targets the layer" if target is None else "ignore lists the layer"

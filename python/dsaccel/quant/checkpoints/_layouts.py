@@ -33,8 +33,8 @@ def bytes_of(words: Tensor) -> Tensor:
 
 def words_of(codes: Tensor) -> Tensor:
     """The inverse: int32 ``[R, ceil(C / 4)]`` of uint8 ``[R, C]``, the last ones filled with 0."""
+    # Padding copies, also where there is nothing to add: words do not begin everywhere in memory.
     flat = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).contiguous().reshape(-1)
-    flat = flat if flat.storage_offset() % 4 == 0 else flat.clone()
     return flat.view(torch.int32).view(codes.shape[0], (codes.shape[1] + 3) // 4)
 
 

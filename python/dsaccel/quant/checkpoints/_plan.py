@@ -128,8 +128,7 @@ def _slots_of(model: nn.Module) -> dict[str, Slot]:
             name = f"{module_name}.{attribute}".removeprefix(".")
             slot.names.append(name)
             named[name] = slot
-            if (module, attribute) not in slot.places:
-                slot.places.append((module, attribute))
+            slot.places.append((module, attribute))
     return named
 
 

@@ -140,14 +140,23 @@ class CompressedScheme:
         return required, {"weight_zero_point", "input_zero_point", "weight_g_idx"} - required
 
 
-def matching_target(name: str, classes: Iterable[str], targets: Iterable[str]) -> str | None:
-    """The target that a module answers to: its name, before an expression ("re:..."), before one of its classes."""
-    ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
-    for target in ordered:
-        if re.match(target[3:], name) if target.startswith("re:") else target == name:
-            return target
-    kinds = set(classes)
-    return next((target for target in ordered if target in kinds), None)
+class Targets:
+    """What config groups list as ``targets``, or a configuration as ``ignore``: names, expressions, classes.
+
+    Args:
+        targets: a name of a module; ``"re:"`` and an expression that the beginning of its name fits; or a class.
+    """
+
+    def __init__(self, targets: Iterable[str]) -> None:
+        self._all = frozenset(targets)
+        self._expressions = sorted(target for target in self._all if target.startswith("re:"))
+
+    def match(self, name: str, classes: Iterable[str]) -> str | None:
+        """The target that a module answers to: its name, before an expression, before one of its classes; or None."""
+        if name in self._all:
+            return name
+        fitting = (target for target in self._expressions if re.match(target[3:], name))
+        return next(fitting, None) or min(self._all.intersection(classes), default=None)
 
 
 def _strategy(arguments: Mapping[str, Any]) -> str:

@@ -63,8 +63,8 @@ def load_quantized_(
     One file is open at a time and read tensor by tensor: with a model on the meta device, memory never holds more than
     the quantized model and one file.
 
-    All names, shapes and dtypes are checked before anything is loaded. What shows only in the values raises later, and
-    then leaves a part of the model loaded.
+    All names are checked before anything is loaded, and the shapes and dtypes of what is not quantized. What shows only
+    in a quantized layer itself raises when its turn comes, and then leaves a part of the model loaded.
 
     Args:
         model: as the checkpoint's author built it, but in floats; on the meta device, or any other.
@@ -96,12 +96,14 @@ def load_quantized_(
     infos = infos_of(files)
     plan = plan_of(model, layers, infos, chosen, rename)
     recorder = Recorder(model, layers)
-    for layer in plan.floating:
-        recorder.kept(layer, "the checkpoint has its weight in floating point")
+    for floating in plan.floating:
+        recorder.kept(floating, "the checkpoint has its weight in floating point")
     wanted = {name: info for name, info in infos.items() if name in plan.layers or name in plan.slots}
+    names_in: dict[Path, list[str]] = {file: [] for file in files}
+    for name, info in wanted.items():
+        names_in[info.file].append(name)
     total, done = sum(map(_bytes_of, wanted.values())), 0
-    for number, file in enumerate(files, 1):
-        names = [name for name, info in wanted.items() if info.file == file]
+    for number, (file, names) in enumerate(names_in.items(), 1):
         for name, tensor in zip(names, tensors_of(file, names), strict=True):
             if name in plan.slots:
                 _fill(plan.slots.pop(name), name, tensor, device)
@@ -115,7 +117,7 @@ def load_quantized_(
             if progress is not None:
                 progress(LoadProgress(name, number, len(files), name == names[-1], done, total))
         # What waits for tensors of a later file must not keep this one open.
-        for quantized in {id(quantized): quantized for quantized, _ in plan.layers.values()}.values():
+        for quantized in {id(layer): layer for layer, _ in plan.layers.values() if layer.found}.values():
             quantized.found = {attribute: tensor.clone() for attribute, tensor in quantized.found.items()}
     avoid_fused_layers(model)
     return recorder.report()

@@ -107,22 +107,34 @@ def _check_stored(model: nn.Module) -> None:
 
 def _tensors_of_model(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
-    for name, module in model.named_modules():
-        tensors = tensors_of_module(module)
-        if isinstance(module, QuantizedLinear):
-            tensors = to_compressed_tensors(module.weight)[1]
-            tensors |= {} if module.bias is None else {"bias": module.bias}
+    memory: set[int] = set()
+    for module_name, module in model.named_modules():
+        is_quantized = isinstance(module, QuantizedLinear)
+        tensors = _tensors_of_layer(module) if is_quantized else tensors_of_module(module)
         for attribute, tensor in tensors.items():
-            if id(tensor) not in seen:
-                yield f"{name}.{attribute}".removeprefix("."), _alone(tensor)
-        # Of tensors that stay with the model; the others' ids are soon those of new ones.
-        seen |= {id(tensor) for tensor in tensors_of_module(module).values()}
+            if id(tensor) in seen:
+                continue
+            if not is_quantized:
+                seen.add(id(tensor))
+                tensor = _alone(tensor.detach().cpu().contiguous(), memory)
+            yield f"{module_name}.{attribute}".removeprefix("."), tensor
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    # safetensors takes no views of a part.
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _tensors_of_layer(layer: QuantizedLinear) -> dict[str, Tensor]:
+    tensors = to_compressed_tensors(layer.weight)[1]
+    if layer.bias is not None:
+        tensors["bias"] = layer.bias.detach()
+    # Copies, as layers may share their codes.
+    return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _alone(tensor: Tensor, memory: set[int]) -> Tensor:
+    # safetensors takes no tensors that share memory.
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in memory:
+        return tensor.clone()
+    memory.add(storage.data_ptr())
+    return tensor
 
 
 def _write_shards(model: nn.Module, folder: Path, max_shard_bytes: int) -> None:
