@@ -128,9 +128,8 @@ def test_everything_is_where_it_belongs(tmp_path: Path, meta: bool) -> None:
     loaded = quiet(net, write(tmp_path, tensors))
     assert loaded.replaced == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
     assert loaded.kept == dict.fromkeys(("embed", "head"), "the checkpoint has its weight in floating point")
-    assert {(layer.became, layer.reason) for layer in loaded.layers[1:-1]} == {
-        ("int8_dynamic", "from compressed-tensors")
-    }
+    assert [layer.became for layer in loaded.layers[1:-1]] == ["int8_dynamic"] * 4
+    assert {layer.reason for layer in loaded.layers[1:-1]} == {"from compressed-tensors"}
     assert_holds(net, tensors)
     assert (net.blocks[0].up.training, net.blocks[1].up.training) == (False, True)
     assert (net.embed.weight.requires_grad, net.head.weight.requires_grad) == (False, True)
@@ -233,8 +232,7 @@ def test_conversions_unpack_a_little_at_a_time(case: Any) -> None:
     convert, tensors, options = case()
     live = LiveBytes()
     for tensor in tensors[0].values() if isinstance(tensors[0], dict) else tensors:
-        if isinstance(tensor, Tensor):
-            live.add(tensor)
+        live.add(tensor)
     read = live.now()
     with live:
         weight = convert(*tensors, **options)

@@ -68,7 +68,7 @@ def plan_of(
             plan.floating.append(layer)
             continue
         missing += [f"{quantized.file_name}.{name}" for name in sorted(quantized.waiting - own.keys())]
-        plan.layers |= {own[name]: (quantized, name) for name in quantized.waiting & own.keys()}
+        plan.layers |= {own[name]: (quantized, name) for name in sorted(quantized.waiting & own.keys())}
         for attribute in tensors_of_module(layer.module):
             slot = slots[f"{layer.names[0]}.{attribute}"]
             slot.places = [place for place in slot.places if place[0] is not layer.module]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import dskernels as dk
 from dsaccel.quant.checkpoints._files import TensorInfo, files_of, infos_of, quantization_config_of, tensors_of
 from dsaccel.quant.checkpoints._formats import format_of
-from dsaccel.quant.checkpoints._plan import QuantizedLayer, Slot, plan_of
+from dsaccel.quant.checkpoints._plan import Plan, QuantizedLayer, Slot, plan_of
 from dsaccel.quant.linear import QuantizedLinear
 from dsaccel.quant.report import QuantizationReport
-from dsaccel.quant.survey import Recorder, avoid_fused_layers, layers_of
+from dsaccel.quant.survey import Layer, Recorder, avoid_fused_layers, layers_of
 from dskernels.checks import wrong_value
 
 
@@ -96,13 +96,29 @@ def load_quantized_(
     infos = infos_of(files)
     plan = plan_of(model, layers, infos, chosen, rename)
     recorder = Recorder(model, layers)
-    for floating in plan.floating:
-        recorder.kept(floating, "the checkpoint has its weight in floating point")
-    wanted = {name: info for name, info in infos.items() if name in plan.layers or name in plan.slots}
+    for layer in plan.floating:
+        recorder.kept(layer, "the checkpoint has its weight in floating point")
+
+    def replace(layer: Layer, new: QuantizedLinear) -> None:
+        recorder.replace(layer, new, new.scheme, f"from {chosen.name}")
+
+    _read(plan, files, infos, device, replace, progress)
+    avoid_fused_layers(model)
+    return recorder.report()
+
+
+def _read(
+    plan: Plan,
+    files: list[Path],
+    infos: Mapping[str, TensorInfo],
+    device: torch.device | str,
+    replace: Callable[[Layer, QuantizedLinear], None],
+    progress: Callable[[LoadProgress], None] | None,
+) -> None:
     names_in: dict[Path, list[str]] = {file: [] for file in files}
-    for name, info in wanted.items():
-        names_in[info.file].append(name)
-    total, done = sum(map(_bytes_of, wanted.values())), 0
+    for name in (*plan.slots, *plan.layers):
+        names_in[infos[name].file].append(name)
+    done, total = 0, sum(_bytes_of(infos[name]) for names in names_in.values() for name in names)
     for number, (file, names) in enumerate(names_in.items(), 1):
         for name, tensor in zip(names, tensors_of(file, names), strict=True):
             if name in plan.slots:
@@ -111,16 +127,13 @@ def load_quantized_(
                 quantized, attribute = plan.layers.pop(name)
                 quantized.found[attribute] = tensor
                 if quantized.found.keys() == quantized.waiting:
-                    new = _made(quantized, device)
-                    recorder.replace(quantized.layer, new, new.scheme, f"from {chosen.name}")
-            done += _bytes_of(wanted[name])
+                    replace(quantized.layer, _made(quantized, device))
+            done += _bytes_of(infos[name])
             if progress is not None:
                 progress(LoadProgress(name, number, len(files), name == names[-1], done, total))
         # What waits for tensors of a later file must not keep this one open.
         for quantized in {id(layer): layer for layer, _ in plan.layers.values() if layer.found}.values():
             quantized.found = {attribute: tensor.clone() for attribute, tensor in quantized.found.items()}
-    avoid_fused_layers(model)
-    return recorder.report()
 
 
 def _bytes_of(info: TensorInfo) -> int:
