@@ -145,6 +145,15 @@ def test_an_embedding_tied_to_an_int4_head_gets_codes_of_its_own() -> None:
     assert report.replaced == ("embed", "body", "head")
 
 
+def test_embeddings_tied_to_each_other_share_one_memory() -> None:
+    model = nn.ModuleList([nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 9)])
+    model[1].weight = model[2].weight = model[0].weight
+    quantize_(model, "int4_dynamic", embeddings=True)
+    assert model[0].qweight is model[1].qweight
+    assert model[0].qweight.dtype == torch.int8
+    assert model[2].qweight.dtype == torch.uint8
+
+
 def test_the_filter_may_part_the_two() -> None:
     model = TiedLM()
     report = quantize_(model, "int8_dynamic", embeddings=True, filter=lambda name, module: name != "head")
