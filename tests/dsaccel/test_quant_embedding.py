@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,19 @@ def test_they_go_on_sharing_it(make: Callable) -> None:
     model.load_state_dict(state)
     assert model.embed.qweight.data_ptr() == model.head.qweight.data_ptr()
     assert model.embed.qweight[0, 0] == 5
+
+
+def test_a_tied_model_goes_through_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = TiedLM(), TiedLM()
+    for tied in (model, other):
+        quantize_(tied, "int8_dynamic", embeddings=True)
+    safetensors.save_model(model, str(tmp_path / "state"))
+    assert (tmp_path / "state").stat().st_size < 41 * 24 + 24 * 24 + 2000
+    safetensors.load_model(other, str(tmp_path / "state"))
+    ids = torch.randint(41, (3, 4))
+    assert torch.equal(other(ids), model(ids))
+    assert other.embed.qweight is other.head.qweight
 
 
 def test_by_default_a_tied_embedding_keeps_its_weight_and_the_report_says_so() -> None:

@@ -218,8 +218,16 @@ def test_one_no_of_the_filter_keeps_a_layer_in_all_places() -> None:
     assert report.kept == {"a": "the filter says so of b.0"}
 
 
-def test_a_layer_that_attention_reads_somewhere_is_kept_everywhere() -> None:
-    attention = nn.MultiheadAttention(8, 2)
+class OwnAttention(nn.MultiheadAttention):
+    """Calls the forward of its base."""
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x, x, x)[0]
+
+
+@pytest.mark.parametrize("kind", [nn.MultiheadAttention, OwnAttention])
+def test_a_layer_that_attention_reads_somewhere_is_kept_everywhere(kind: type[nn.Module]) -> None:
+    attention = kind(8, 2)
     model = nn.ModuleDict({"attention": attention, "again": attention.out_proj})
     report = quantize_(model, "int8_dynamic")
     assert report.replaced == ()
