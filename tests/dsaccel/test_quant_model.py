@@ -65,6 +65,16 @@ def with_state_hook() -> nn.Linear:
     return linear
 
 
+class Wrapped(Tensor):
+    """A tensor that is more than its values, as a DTensor is."""
+
+
+def with_wrapped_weight() -> nn.Linear:
+    linear = nn.Linear(4, 4)
+    linear.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Wrapped))
+    return linear
+
+
 def complex_one() -> nn.Linear:
     return nn.Linear(4, 4, dtype=torch.complex64)
 
@@ -92,6 +102,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "more": (with_more, "it has mask beside weight and bias"),
     "state-hook": (with_state_hook, "it has hooks of its state dict"),
     "nan": (with_nan, "its weight has 2 values that are not finite"),
+    "wrapped": (with_wrapped_weight, "its weight is a Wrapped, not a plain tensor"),
     "complex": (complex_one, "its weight is torch.complex64"),
     "quantized": (lambda: QuantizedLinear.from_linear(nn.Linear(4, 4), "fp8_block"), "it is quantized already"),
 }

@@ -38,6 +38,11 @@ class ObservedLinear(nn.Linear):
         self.name = name
 
     def forward(self, input: Tensor) -> Tensor:
+        """What `nn.Linear` computes.
+
+        Raises:
+            ValueError: ``input`` has values that are not finite; the message names the layer.
+        """
         try:
             self.observer(input)
         except ValueError as error:

@@ -100,9 +100,9 @@ class QuantizedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, scheme={self.scheme}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {"qweight": self.qweight, "scale": self.scale}
+        before: dict[str, Tensor | None] = {"qweight": self.qweight, "scale": self.scale}
         super()._apply(fn, recurse)
-        keep_dtypes(self, dict(before))
+        keep_dtypes(self, before)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

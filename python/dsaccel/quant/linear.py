@@ -147,6 +147,7 @@ class QuantizedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
         return dk.quantized_matmul(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:

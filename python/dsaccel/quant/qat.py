@@ -95,6 +95,11 @@ class QATLinear(nn.Linear):
             raise ValueError(f"{self.name or 'QATLinear'}: {error}") from error
 
     def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``input``.
+
+        Raises:
+            ValueError: as `quantized_weight`.
+        """
         if self.observer is not None and self.training and input.numel():
             with torch.no_grad():
                 self.observer.update(input.detach())
