@@ -205,12 +205,16 @@ def test_wrong_arguments_are_named() -> None:
         prepare(model, filter=["0"])
     with pytest.raises(TypeError, match=r"model: expected an nn.Module, got None"):
         prepare(None)
-    with pytest.raises(ValueError, match=r"model: expected layers of prepare or prepare_qat, got none"):
+    with pytest.raises(ValueError, match=r"model: expected layers of prepare or prepare_qat in it, got none"):
         convert(model)
+    with pytest.raises(ValueError, match=r"model: expected layers of prepare or prepare_qat in it, got none"):
+        convert(ObservedLinear(nn.Linear(3, 3), MinMaxObserver()))
     with pytest.raises(TypeError, match=r"model: expected an nn.Module"):
         convert([model])
     with pytest.raises(TypeError, match=r"linear: expected an nn.Linear"):
         ObservedLinear(nn.ReLU(), MinMaxObserver())
+    with pytest.raises(ValueError, match=r"linear: expected one with the forward of nn\.Linear, got ObservedLinear"):
+        ObservedLinear(ObservedLinear(nn.Linear(3, 3), MinMaxObserver()), MinMaxObserver())
     with pytest.raises(TypeError, match=r"observer: expected an Observer"):
         ObservedLinear(nn.Linear(3, 3), nn.ReLU())
     assert [type(model[i]) for i in (0, 2)] == [nn.Linear, nn.Linear]

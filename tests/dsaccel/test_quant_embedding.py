@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +127,19 @@ def test_they_go_on_sharing_it(make: Callable) -> None:
     assert model.embed.qweight[0, 0] == 5
 
 
+def test_a_tied_model_goes_through_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = TiedLM(), TiedLM()
+    for tied in (model, other):
+        quantize_(tied, "int8_dynamic", embeddings=True)
+    safetensors.save_model(model, str(tmp_path / "state"))
+    assert (tmp_path / "state").stat().st_size < 41 * 24 + 24 * 24 + 2000
+    safetensors.load_model(other, str(tmp_path / "state"))
+    ids = torch.randint(41, (3, 4))
+    assert torch.equal(other(ids), model(ids))
+    assert other.embed.qweight is other.head.qweight
+
+
 def test_by_default_a_tied_embedding_keeps_its_weight_and_the_report_says_so() -> None:
     model = TiedLM()
     weight = model.embed.weight
@@ -143,6 +157,15 @@ def test_an_embedding_tied_to_an_int4_head_gets_codes_of_its_own() -> None:
     assert torch.equal(model.embed.qweight, expected.qweight)
     assert model.head.scheme == "int4_weight_only"
     assert report.replaced == ("embed", "body", "head")
+
+
+def test_embeddings_tied_to_each_other_share_one_memory() -> None:
+    model = nn.ModuleList([nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Linear(4, 9)])
+    model[1].weight = model[2].weight = model[0].weight
+    quantize_(model, "int4_dynamic", embeddings=True)
+    assert model[0].qweight is model[1].qweight
+    assert model[0].qweight.dtype == torch.int8
+    assert model[2].qweight.dtype == torch.uint8
 
 
 def test_the_filter_may_part_the_two() -> None:

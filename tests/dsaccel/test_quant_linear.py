@@ -293,6 +293,10 @@ def test_wrong_arguments_are_named() -> None:
         QuantizedLinear(weight._replace(scheme="int8_static"))
     with pytest.raises(TypeError, match=r"linear: expected an nn.Linear, got Conv1d"):
         QuantizedLinear.from_linear(nn.Conv1d(1, 1, 1), "int8_dynamic")
+    doubled = nn.Linear(2, 2)
+    doubled.forward = lambda x: 2 * x
+    with pytest.raises(ValueError, match=r"linear: expected one with the forward of nn\.Linear, got Linear with"):
+        QuantizedLinear.from_linear(doubled, "int8_dynamic")
     with pytest.raises(ValueError, match=r"scheme: expected one of .*, got 'int2'"):
         QuantizedLinear.from_linear(nn.Linear(K, N), "int2")
     with pytest.raises(ValueError, match=r"group_size: expected a multiple of 16"):

@@ -113,6 +113,8 @@ SAMPLES: dict[str, Callable[[], Tensor]] = {
     "uniform": lambda: torch.rand(20000) * 2 - 1,
     "heavy-tails": lambda: torch.distributions.StudentT(2.0).sample((20000,)),
     "outliers": mixture,
+    # Here what becomes 0 has most of the error.
+    "narrow": lambda: torch.cat([torch.randn(100000) * 0.002, torch.tensor([0.6, 0.6])]),
     "relu": lambda: torch.randn(20000).relu(),
     "tiny": lambda: torch.randn(20000) * 1e-30,
     "one-value": lambda: torch.full((100,), 3.0),

@@ -186,9 +186,9 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 def test_what_follows_may_write_into_the_result() -> None:
     model = nn.Sequential(nn.Linear(K, N), nn.ReLU(inplace=True))
-    prepare_qat(model, "int8_dynamic")
     x = torch.randn(5, K)
     expected = QuantizedLinear.from_linear(model[0], "int8_dynamic")(x).relu()
+    prepare_qat(model, "int8_dynamic")
     out = model(x)
     assert torch.equal(out, expected)
     out.sum().backward()
@@ -322,4 +322,6 @@ def test_wrong_arguments_are_named() -> None:
         prepare_qat("model", "int8_dynamic")
     with pytest.raises(TypeError, match=r"linear: expected an nn\.Linear, got ReLU"):
         QATLinear(nn.ReLU(), "int8_dynamic")
+    with pytest.raises(ValueError, match=r"linear: expected one with the forward of nn\.Linear, got QATLinear"):
+        QATLinear(QATLinear(model[0], "int8_dynamic"), "int8_dynamic")
     assert type(model[0]) is nn.Linear

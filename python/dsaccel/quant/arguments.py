@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dskernels as dk
-from dskernels.checks import wrong_type
+from dskernels.checks import wrong_type, wrong_value
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -31,3 +31,16 @@ def check_options(scheme: str, group_size: int | None, symmetric: bool) -> None:
     step = 1.0 if scheme == "int8_static" else None
     weight = torch.empty(1, 16, device="meta")
     dk.quantize_weight(weight, scheme, group_size=group_size, symmetric=symmetric, input_scale=step)
+
+
+def check_layer(name: str, layer: nn.Module, base: type[nn.Module]) -> None:
+    """Whether ``layer`` computes what ``base``, `nn.Linear` or `nn.Embedding`, does.
+
+    Raises:
+        TypeError: it is no ``base``.
+        ValueError: it has a forward of its own.
+    """
+    if not isinstance(layer, base):
+        raise wrong_type(name, f"an nn.{base.__name__}", layer)
+    if type(layer).forward is not base.forward or "forward" in vars(layer):
+        raise wrong_value(name, f"one with the forward of nn.{base.__name__}", f"{type(layer).__name__} with another")

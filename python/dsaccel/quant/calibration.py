@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsaccel.quant.arguments import Filter, check_filter
+from dsaccel.quant.arguments import Filter, check_filter, check_layer
 from dsaccel.quant.observers import MinMaxObserver, Observer
 from dsaccel.quant.report import QuantizationReport
 from dsaccel.quant.survey import replace_linears
@@ -24,11 +24,11 @@ class ObservedLinear(nn.Linear):
 
     Raises:
         TypeError: an argument has the wrong type.
+        ValueError: ``linear`` is of a subclass with a forward of its own.
     """
 
     def __init__(self, linear: nn.Linear, observer: Observer, name: str = "") -> None:
-        if not isinstance(linear, nn.Linear):
-            raise wrong_type("linear", "an nn.Linear", linear)
+        check_layer("linear", linear, nn.Linear)
         if not isinstance(observer, Observer):
             raise wrong_type("observer", "an Observer", observer)
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
@@ -38,6 +38,11 @@ class ObservedLinear(nn.Linear):
         self.name = name
 
     def forward(self, input: Tensor) -> Tensor:
+        """What `nn.Linear` computes.
+
+        Raises:
+            ValueError: ``input`` has values that are not finite; the message names the layer.
+        """
         try:
             self.observer(input)
         except ValueError as error:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+import dskernels as dk
 from dsaccel.quant.calibration import ObservedLinear
 from dsaccel.quant.linear import QuantizedLinear
 from dsaccel.quant.qat import QATLinear
@@ -31,7 +32,7 @@ def convert(model: nn.Module) -> QuantizationReport:
     """
     chosen, recorder = sort_out(model, _why_left)
     if not chosen:
-        raise wrong_value("model", "layers of prepare or prepare_qat", "none")
+        raise wrong_value("model", "layers of prepare or prepare_qat in it", "none")
     reasons = {layer.names[0]: _why_unready(layer.module) for layer in chosen}
     unready = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
     if unready:
@@ -45,7 +46,7 @@ def convert(model: nn.Module) -> QuantizationReport:
 
 def _why_left(layer: Layer) -> str | None:
     if isinstance(layer.module, (ObservedLinear, QATLinear)):
-        return None
+        return None if layer.places else "it is the model itself, which has no parent"
     return why_kept(layer, nn.Linear, None) or "it was not prepared"
 
 
@@ -66,5 +67,7 @@ def _why_unready(module: Any) -> str | None:
 
 def _converted(module: Any) -> QuantizedLinear:
     if isinstance(module, ObservedLinear):
-        return QuantizedLinear.from_linear(module, "int8_static", input_scale=module.observer.step())
-    return QuantizedLinear(module.quantized_weight(), None if module.bias is None else module.bias.detach().clone())
+        weight = dk.quantize_weight(module.weight, "int8_static", input_scale=module.observer.step())
+    else:
+        weight = module.quantized_weight()
+    return QuantizedLinear(weight, None if module.bias is None else module.bias.detach().clone())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dskernels as dk
+from dsaccel.quant.arguments import check_layer
 from dsaccel.quant.linear import keep_dtypes, wrong_dtypes
 from dskernels.checks import wrong_type, wrong_value
 
@@ -73,10 +74,10 @@ class QuantizedEmbedding(nn.Module):
 
         Raises:
             TypeError: ``embedding`` is no `nn.Embedding`.
-            ValueError: it renormalises its rows (``max_norm``), or they are not finite.
+            ValueError: it is of a subclass with a forward of its own, renormalises its rows (``max_norm``), or has some
+                that are not finite.
         """
-        if not isinstance(embedding, nn.Embedding):
-            raise wrong_type("embedding", "an nn.Embedding", embedding)
+        check_layer("embedding", embedding, nn.Embedding)
         if embedding.max_norm is not None:
             raise wrong_value("embedding", "max_norm=None, as codes are not written again", embedding.max_norm)
         weight = dk.quantize_weight(embedding.weight, "int8_weight_only")
@@ -99,9 +100,9 @@ class QuantizedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, scheme={self.scheme}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before = {"qweight": self.qweight, "scale": self.scale}
+        before: dict[str, Tensor | None] = {"qweight": self.qweight, "scale": self.scale}
         super()._apply(fn, recurse)
-        keep_dtypes(self, dict(before))
+        keep_dtypes(self, before)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dskernels as dk
+from dsaccel.quant.arguments import check_layer
 from dskernels.checks import shape_of, wrong_type, wrong_value
 
 
@@ -74,10 +75,10 @@ class QuantizedLinear(nn.Module):
 
         Raises:
             TypeError: ``linear`` is no `nn.Linear`.
+            ValueError: it is of a subclass with a forward of its own.
             TypeError, ValueError: what `dskernels.quantize_weight` raises.
         """
-        if not isinstance(linear, nn.Linear):
-            raise wrong_type("linear", "an nn.Linear", linear)
+        check_layer("linear", linear, nn.Linear)
         weight = dk.quantize_weight(
             linear.weight, scheme, group_size=group_size, symmetric=symmetric, input_scale=input_scale
         )
@@ -146,6 +147,7 @@ class QuantizedLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
         return dk.quantized_matmul(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:

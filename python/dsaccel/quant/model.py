@@ -77,7 +77,7 @@ def quantize_(
     for layer in sorted(chosen, key=lambda layer: isinstance(layer.module, nn.Embedding)):
         module: Any = layer.module
         if isinstance(module, nn.Embedding):
-            new: nn.Module = _quantized_embedding(module, weights)
+            new: nn.Module = _quantized_embedding(layer, weights)
             recorder.replace(layer, new, QuantizedEmbedding.scheme, notes[layer.names[0]])
             continue
         weight = weights.get(module.weight)
@@ -102,8 +102,11 @@ def _why_kept(layer: Layer, filter: Filter | None, embeddings: bool) -> str | No
     return why_kept(layer, nn.Embedding, filter)
 
 
-def _quantized_embedding(embedding: Any, weights: dict[Any, dk.QuantizedWeight]) -> QuantizedEmbedding:
-    shared = weights.get(embedding.weight)
-    if shared is None or not shared.scheme.startswith("int8"):
-        return QuantizedEmbedding.from_embedding(embedding)
-    return QuantizedEmbedding(shared, padding_idx=embedding.padding_idx, dtype=embedding.weight.dtype)
+def _quantized_embedding(layer: Layer, weights: dict[Any, dk.QuantizedWeight]) -> QuantizedEmbedding:
+    embedding: Any = layer.module
+    weight = weights.get(embedding.weight)
+    if weight is None or not weight.scheme.startswith("int8"):
+        weight = dk.quantize_weight(embedding.weight, QuantizedEmbedding.scheme)
+    if layer.sharers:
+        weights[embedding.weight] = weight
+    return QuantizedEmbedding(weight, padding_idx=embedding.padding_idx, dtype=embedding.weight.dtype)

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import dskernels as dk
-from dsaccel.quant.arguments import Filter, check_filter, check_options
+from dsaccel.quant.arguments import Filter, check_filter, check_layer, check_options
 from dsaccel.quant.observers import LARGEST_CODE, MovingAverageObserver, checked_decay
 from dsaccel.quant.report import QuantizationReport
 from dsaccel.quant.survey import replace_linears
-from dskernels.checks import is_readable, wrong_type
+from dskernels.checks import is_readable
 
 _FP8_BLOCK, _FP8_LARGEST = 128, 448.0
 _SMALLEST_NORMAL = 2.0**-126
@@ -47,7 +47,8 @@ class QATLinear(nn.Linear):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: there is no such scheme, or an argument does not fit it.
+        ValueError: there is no such scheme, an argument does not fit it, or ``linear`` is of a subclass with a forward
+            of its own.
 
     Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference", 2018, section 3; Bengio et al., "Estimating or Propagating Gradients Through Stochastic Neurons for
@@ -64,8 +65,7 @@ class QATLinear(nn.Linear):
         decay: float = 0.99,
         name: str = "",
     ) -> None:
-        if not isinstance(linear, nn.Linear):
-            raise wrong_type("linear", "an nn.Linear", linear)
+        check_layer("linear", linear, nn.Linear)
         check_options(scheme, group_size, symmetric)
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight = linear.weight
@@ -95,6 +95,11 @@ class QATLinear(nn.Linear):
             raise ValueError(f"{self.name or 'QATLinear'}: {error}") from error
 
     def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``input``.
+
+        Raises:
+            ValueError: as `quantized_weight`.
+        """
         if self.observer is not None and self.training and input.numel():
             with torch.no_grad():
                 self.observer.update(input.detach())
