@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dsaccel.quant.checkpoints import load_quantized_
 
@@ -161,17 +160,23 @@ def test_format_must_be_known(tmp_path: Path) -> None:
     assert_refused(tmp_path, "quantization_config.config_groups: expected at least one", format="compressed-tensors")
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
 def test_layers_that_cannot_be_replaced(tmp_path: Path) -> None:
     write(tmp_path, tensors_for_net())
+    begin = "body: module: expected one that can become a QuantizedLinear, got one that cannot: "
     net = Net()
-    net.body = NonDynamicallyQuantizableLinear(8, 4)
-    assert_refused(tmp_path, "body: module: expected one that can .*, got a NonDynamicallyQuantizableLinear that", net)
+    net.body = Scaled(8, 4)
+    assert_refused(tmp_path, begin + "its class, Scaled, has a forward of its own", net)
     net = Net()
-    net.body.forward = lambda x: x
-    assert_refused(tmp_path, "body: module: expected one that can become a QuantizedLinear, got a Linear that may", net)
+    net.body.register_buffer("mask", torch.ones(1))
+    assert_refused(tmp_path, begin + "it has mask beside weight and bias, which would be lost", net)
     alone = {name.removeprefix("body."): value for name, value in tensors_for_net().items() if "body" in name}
     write(tmp_path, alone)
-    assert_refused(tmp_path, "module: expected one that can .*, got the model itself, which has no parent", Net().body)
+    assert_refused(tmp_path, "got one that cannot: it is the model itself, without a parent", Net().body)
 
 
 def test_buffers_that_no_checkpoint_holds_must_have_values(tmp_path: Path) -> None:

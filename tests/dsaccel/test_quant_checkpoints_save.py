@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dskernels as dk
+from dsaccel.modules import WindowMultiheadAttention
 from dsaccel.quant import QuantizedLinear, quantize_
 from dsaccel.quant.checkpoints import from_gptq, load_quantized_, save_compressed_tensors
 
@@ -206,6 +207,19 @@ def test_layers_that_share_their_codes_are_stored_each(tmp_path: Path, scheme: s
     again = Net()
     load_quantized_(again, tmp_path, progress=None)
     assert_same_state(again, net)
+
+
+def test_attention_of_this_package_comes_back(tmp_path: Path) -> None:
+    net, again = (nn.Sequential(WindowMultiheadAttention(32, 2, window=(3, 0))) for _ in range(2))
+    assert quantize_(net, "int8_dynamic").replaced == ("0.out_proj",)
+    save_compressed_tensors(net, tmp_path)
+    load_quantized_(again, tmp_path, progress=None)
+    assert_same_state(again, net)
+    # The same layer in torch's attention is read past its forward.
+    with pytest.raises(
+        ValueError, match=r"0.out_proj: module: .* nn.MultiheadAttention reads the weight of its out_proj"
+    ):
+        load_quantized_(nn.Sequential(nn.MultiheadAttention(32, 2)), tmp_path, progress=None)
 
 
 def test_views_of_one_storage_are_stored(tmp_path: Path) -> None:

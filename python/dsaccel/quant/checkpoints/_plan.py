@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dsaccel.quant.checkpoints._files import TensorInfo, shortened
 from dsaccel.quant.checkpoints._formats import Format, Recipe
-from dsaccel.quant.survey import Layer
+from dsaccel.quant.survey import Layer, _why_not_forward
 from dskernels.checks import shape_of, wrong_value
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -145,7 +145,7 @@ def _quantized_layer_of(
             return None
         reason = _why_not_replaced(layer)
         if reason is not None:
-            raise wrong_value("module", "one that can become a QuantizedLinear", reason)
+            raise wrong_value("module", "one that can become a QuantizedLinear", f"one that cannot: {reason}")
     except ValueError as error:
         raise ValueError(f"{file_name}: {error}") from error
     waiting = recipe.required | (recipe.optional & own.keys())
@@ -156,9 +156,10 @@ def _quantized_layer_of(
 
 def _why_not_replaced(layer: Layer) -> str | None:
     module = layer.module
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return f"a {type(module).__name__} that may compute something else than nn.Linear"
-    return None if layer.places else "the model itself, which has no parent"
+    more = {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}
+    if more:
+        return f"it has {', '.join(sorted(more))} beside weight and bias, which would be lost"
+    return _why_not_forward(layer, nn.Linear) or (None if layer.places else "it is the model itself, without a parent")
 
 
 def _check_plain(name: str, info: TensorInfo, slot: Slot) -> None:
