@@ -158,8 +158,9 @@ def test_kinds_have_groups_of_their_own(tmp_path: Path) -> None:
 
 def test_shards_are_no_larger_than_asked_for(tmp_path: Path) -> None:
     net = quantized(Net())
-    save_compressed_tensors(net, tmp_path, max_shard_bytes=6000)
-    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    written = save_compressed_tensors(net, tmp_path, max_shard_bytes=6000)
+    assert written == sorted(tmp_path.glob("*.safetensors"))
+    files = [path.name for path in written]
     assert files == [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     assert len(files) > 3
     assert not list(tmp_path.glob("part*"))

@@ -1,7 +1,6 @@
 """Quantized layers, and the ways to get them; each can be used alone."""
 
 from dsaccel.quant.calibration import ObservedLinear, prepare
-from dsaccel.quant.checkpoints import load_quantized_, save_compressed_tensors
 from dsaccel.quant.convert import convert
 from dsaccel.quant.embedding import QuantizedEmbedding
 from dsaccel.quant.histograms import HistogramObserver, PercentileObserver
@@ -35,9 +34,7 @@ __all__ = [
     "QuantizedLinear",
     "add_lora_",
     "convert",
-    "load_quantized_",
     "prepare",
     "prepare_qat",
     "quantize_",
-    "save_compressed_tensors",
 ]

@@ -23,7 +23,7 @@ def save_compressed_tensors(
     *,
     max_shard_bytes: int = 5_000_000_000,
     config: Mapping[str, Any] | None = None,
-) -> None:
+) -> list[Path]:
     """Saves a model in the format of compressed-tensors, which vLLM and transformers read too.
 
     `QuantizedLinear` layers are stored as `to_compressed_tensors` says, a config group for each kind of them;
@@ -36,6 +36,9 @@ def save_compressed_tensors(
         max_shard_bytes: upper limit of a file, but for single tensors that are larger. Several files come with an
             index. Default: 5 GB.
         config: the rest of ``config.json``. Default: ``model.config.to_dict()`` if there is one, as in transformers.
+
+    Returns:
+        The files with tensors, in order.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -60,9 +63,10 @@ def save_compressed_tensors(
         config = own.to_dict() if hasattr(own, "to_dict") else {}
     text = json.dumps({**config, "quantization_config": quantization}, indent=2)
     folder.mkdir(parents=True, exist_ok=True)
-    _write_shards(model, folder, max_shard_bytes)
+    files = _write_shards(model, folder, max_shard_bytes)
     # Last, so that a folder without it was not finished.
     (folder / "config.json").write_text(text + "\n")
+    return files
 
 
 def _quantization_config(model: nn.Module) -> dict[str, Any]:
@@ -137,7 +141,7 @@ def _alone(tensor: Tensor, memory: set[int]) -> Tensor:
     return tensor
 
 
-def _write_shards(model: nn.Module, folder: Path, max_shard_bytes: int) -> None:
+def _write_shards(model: nn.Module, folder: Path, max_shard_bytes: int) -> list[Path]:
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     total = size = 0
@@ -164,3 +168,4 @@ def _write_shards(model: nn.Module, folder: Path, max_shard_bytes: int) -> None:
         weight_map = {name: file for names, file in zip(shards, files, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return [folder / file for file in files]
