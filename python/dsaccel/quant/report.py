@@ -65,10 +65,7 @@ class QuantizationReport:
 
 def bytes_of(module: nn.Module) -> int:
     """Bytes of the parameters and buffers of ``module`` and all within it, shared ones counted once."""
-    # Those of a lazy module are not there yet, and have no size.
-    return sum(
-        tensor.nbytes for tensor in (*module.parameters(), *module.buffers()) if not nn.parameter.is_lazy(tensor)
-    )
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _cells(layer: LayerReport) -> tuple[str, str, str, str]:
