@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from dsaccel.modules.cache import WindowCache
 from dsaccel.modules.multihead import in_projection, why_not_windowed
 from dsaccel.modules.rotary import RotaryEmbedding
-from dskernels import window_attention
+from dskernels import QuantizedWeight, window_attention
 
 
 class WindowAttention(nn.Module):
@@ -190,12 +190,18 @@ class WindowAttention(nn.Module):
         Args:
             batch: number of sequences.
             max_tokens, new_tokens: as in `WindowCache`.
-            dtype: of what is stored. Default: that of the weights.
+            dtype: of what is stored. Default: that of the weights; quantized ones answer in that of their input, and
+                have none.
 
         Raises:
-            ValueError: the window is not causal, or neither it nor ``max_tokens`` bounds the cache.
+            ValueError: the window is not causal, or neither it nor ``max_tokens`` bounds the cache; or there is no
+                ``dtype``, and the weights are quantized.
         """
         weight = self.qkv.weight
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.qweight
+            if dtype is None:
+                raise ValueError("dtype: expected that of the inputs, as the weights are quantized, got None")
         return WindowCache(
             batch,
             self.num_kv_heads,

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from dsaccel.modules.block import TransformerBlock
 from dsaccel.modules.cache import WindowCache
 from dsaccel.modules.rotary import RotaryEmbedding
+from dskernels import QuantizedWeight, quantized_matmul
 
 
 class SlidingWindowLM(nn.Module):
@@ -102,10 +103,14 @@ class SlidingWindowLM(nn.Module):
             raise ValueError(f"caches: expected one for each of {len(self.blocks)} layers, got {len(caches)}")
         for index, block in enumerate(self.blocks):
             x = block(x, None if caches is None else caches[index])
-        return F.linear(self.norm(x), self.embed.weight)
+        x, weight = self.norm(x), self.embed.weight
+        return quantized_matmul(x, weight) if isinstance(weight, QuantizedWeight) else F.linear(x, weight)
 
     def new_caches(self, batch: int, *, new_tokens: int = 1, dtype: torch.dtype | None = None) -> list[WindowCache]:
         """A cache for each layer, for ``batch`` sequences; arguments as in `WindowAttention.new_cache`."""
+        if dtype is None:
+            # What goes through the layers has the dtype of the embedding; quantized layers have none of their own.
+            dtype = self.embed(torch.empty(0, dtype=torch.int64, device=self.norm.weight.device)).dtype
         attentions = (cast(TransformerBlock, block).attn for block in self.blocks)
         return [attention.new_cache(batch, new_tokens=new_tokens, dtype=dtype) for attention in attentions]
 
