@@ -83,8 +83,8 @@ inline void round_to_codes(const float* x, int64_t count, float lift, float inve
   }
 }
 
-// How codes follow from a row: see quantize_rows and quantize_rows_by in dskernels/quantized_matmul/activations.py. They
-// are 0 where the row is not finite, since nothing will be made of them.
+// How codes follow from a row: see quantize_rows and quantize_rows_by in dskernels/quantized_matmul/activations.py.
+// They are 0 where the row is not finite, since nothing will be made of them.
 inline RowHead quantize_row(const QuantizedMatmulArgs& args, const float* x, int64_t padded, int8_t* codes) {
   const int32_t bits = largest_bits(x, args.in_features);
   RowHead head{from_bits(kNanBits), 1.0f, 0};
@@ -144,7 +144,8 @@ inline RowHead lift_row(const QuantizedMatmulArgs& args, float* x) {
   return {1.0f, 0x1p64f, 0};
 }
 
-// The row rounded to e4m3 in blocks of 128, as floats: see quantize_blocks in dskernels/quantized_matmul/activations.py.
+// The row rounded to e4m3 in blocks of 128, as floats: see quantize_blocks in
+// dskernels/quantized_matmul/activations.py.
 inline void round_blocks_to_fp8(float* x, int64_t columns) {
   for (int64_t first = 0; first < columns; first += 128) {
     const int64_t count = min_of<int64_t>(128, columns - first);

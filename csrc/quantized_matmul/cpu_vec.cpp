@@ -7,7 +7,8 @@ namespace {
 
 // Rows of the weight in a task of add_dots: a multiple of every tier's tile, and few enough to keep all cores busy.
 constexpr int64_t kDotTaskColumns = 48;
-constexpr int64_t kMostTaskColumns = 4 * kPanelColumns > kDotTaskColumns ? 4 * kPanelColumns : kDotTaskColumns;
+constexpr int64_t kMostTaskColumns =
+    kMostPanels * kPanelColumns > kDotTaskColumns ? kMostPanels * kPanelColumns : kDotTaskColumns;
 // Prepared rows of a task. They pass by once for each panel, in order, so the last cache serves; and a panel is
 // unpacked once for all of them.
 constexpr int64_t kTaskBytes = int64_t{5} << 20;
