@@ -160,9 +160,9 @@ DSKERNELS_INLINE void sum_nibble_products(const int8_t* x, int64_t steps, const 
 
 // The products of codes and nibbles of a block, less those of the codes and the zero points: x_sum is -8 times the sum
 // of the codes, as int32; with zero points the sum, as float. All are integers below 2^24, so the result is exact.
-DSKERNELS_INLINE VecF exact_products(VecI products, int32_t x_sum, const VecF* zero) {
-  if (zero == nullptr) return __builtin_convertvector(products + broadcast(x_sum), VecF);
-  return __builtin_convertvector(products, VecF) - *zero * from_bits(x_sum);
+DSKERNELS_INLINE VecF exact_products(VecI products, VecI x_sum, const VecF* zero) {
+  if (zero == nullptr) return __builtin_convertvector(products + x_sum, VecF);
+  return __builtin_convertvector(products, VecF) - *zero * reinterpret_cast<VecF>(x_sum);
 }
 
 // sums[i][panel][half] += scale[panel][half] * the exact products of a block.
@@ -174,7 +174,7 @@ DSKERNELS_INLINE void scale_nibble_products(const VecI* part, const int32_t* x_s
   for (int i = 0; i < width * rows; ++i) {
     const PanelBlock& block = blocks[i % width / 2];
     const VecF* zero = block.zero == nullptr ? nullptr : block.zero + i % 2;
-    sums[i] += exact_products(part[i], x_sums[i / width], zero) * block.scale[i % 2];
+    sums[i] += exact_products(part[i], broadcast(x_sums[i / width]), zero) * block.scale[i % 2];
   }
 }
 

@@ -6,16 +6,10 @@
 namespace dskernels {
 namespace {
 
-// Whether add_at_once takes the whole blocks of a call.
-DSKERNELS_INLINE bool is_for_once(const QuantizedMatmulArgs& args) {
-  const bool whole = args.groups <= 1 || args.group_size % kBlock == 0;
-  return kLanes == 16 && args.scheme == Scheme::kInt4Dynamic && args.rows <= 2 && whole;
-}
-
 // Panels that are multiplied together: two for one row of x, whose sums with one are too few to keep the multipliers
 // busy; but the cores must have enough to share, too.
 inline int64_t panels_of(const QuantizedMatmulArgs& args) {
-  const bool alone = args.rows > 1 || is_int8_by_int8(args.scheme) || is_for_once(args);
+  const bool alone = args.rows > 1 || is_int8_by_int8(args.scheme);
   return alone || args.out_features < 16 * kPanelColumns ? 1 : 2;
 }
 
@@ -152,50 +146,6 @@ struct PanelTask {
   char* scratch;
 };
 
-// Adds the products of whole blocks, one row of x or two by nibbles: sixteen rows of the weight at a time are turned in
-// registers and multiplied there, so that nothing stands between the weight and its sums. Returns the first column that
-// is left.
-template <int rows>
-inline int64_t add_at_once(const QuantizedMatmulArgs& args, const PanelTask& task, const PanelRows& panel,
-                           const PanelScratch& at) {
-#if defined(DSKERNELS_TIER_AVX512)
-  constexpr int kChains = 4;
-  static_assert(kBlock == 8 * kLanes);
-  const int8_t* x = reinterpret_cast<const int8_t*>(task.tiles) + kHeadBytes;
-  const int32_t* x_sums = reinterpret_cast<const int32_t*>(x + padded_columns(args) * rows);
-  const int64_t blocks = args.in_features / kBlock;
-  for (int half = 0; half < 2; ++half) {
-    for (int64_t b = 0; b < blocks; ++b) {
-      // Sums of integers may be taken in any order.
-      VecI v[kLanes], sum[rows][kChains] = {};
-      const int8_t* codes = x + b * kBlock * rows;
-      load_turned(args.qweight, args.row_bytes, panel.rows + half * kLanes, b * kBlock / 2, v);
-      DSKERNELS_UNROLL
-      for (int d = 0; d < kLanes; ++d) {
-        const Bytes w = reinterpret_cast<Bytes>(v[d]);
-        DSKERNELS_UNROLL
-        for (int i = 0; i < rows; ++i) {
-          VecI* chain = sum[i] + 2 * d % kChains;
-          chain[0] = add_products(chain[0], low_nibbles(w), broadcast_codes(codes + (2 * d * rows + i) * 4));
-          chain[1] = add_products(chain[1], high_nibbles(w), broadcast_codes(codes + ((2 * d + 1) * rows + i) * 4));
-        }
-      }
-      const int64_t group = 2 * block_at(args, b * kBlock).group + half;
-      const VecF* zero = args.zero_point == nullptr ? nullptr : at.zero(task.scratch, 0) + group;
-      DSKERNELS_UNROLL
-      for (int i = 0; i < rows; ++i) {
-        const VecI part = (sum[i][0] + sum[i][1]) + (sum[i][2] + sum[i][3]);
-        VecF* to = static_cast<VecF*>(task.sums) + 2 * i + half;
-        *to += exact_products(part, x_sums[b * rows + i], zero) * at.scale(task.scratch, 0)[group];
-      }
-    }
-  }
-  return blocks * kBlock;
-#else
-  return 0;
-#endif
-}
-
 // Adds the products of columns [begin, end) to the sums of a task.
 inline void add_panels(const QuantizedMatmulArgs& args, const PanelTask& task, int64_t begin, int64_t end) {
   const PanelScratch at(args);
@@ -205,10 +155,6 @@ inline void add_panels(const QuantizedMatmulArgs& args, const PanelTask& task, i
   for (int64_t p = 0; p < panels; ++p) {
     rows[p] = panel_rows(args, task.first_column + p * kPanelColumns);
     load_scales(args, rows[p], at.scale(task.scratch, p), at.zero(task.scratch, p));
-  }
-  if (is_for_once(args)) {
-    begin = args.rows == 1 ? add_at_once<1>(args, task, rows[0], at) : add_at_once<2>(args, task, rows[0], at);
-    if (begin == end) return;
   }
   BlockOfTask block{block_at(args, begin), count_blocks_before(args, begin), panels, {}};
   for (; block.columns.first < end; ++block.number) {
