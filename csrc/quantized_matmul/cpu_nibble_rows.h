@@ -18,62 +18,60 @@ struct NibbleRows {
   int64_t sums_stride;
 };
 
-// Sixteen blocks from number `first` on of the values that belong to groups, as floats; those behind the end are 0.
-template <class T>
-DSKERNELS_INLINE VecF block_values(const QuantizedMatmulArgs& args, const T* row, int64_t first) {
-  const int64_t blocks = (args.in_features + kBlock - 1) / kBlock, left = min_of<int64_t>(blocks - first, kLanes);
-  const auto mask = static_cast<__mmask16>((1u << left) - 1);
-  if (args.group_size == kBlock && __is_same(T, float)) return _mm512_maskz_loadu_ps(mask, row + first);
+// The values that belong to `count` blocks from number `first` on, as floats; 0 behind the last block.
+template <int count, class T>
+DSKERNELS_INLINE VecF block_values(const QuantizedMatmulArgs& args, const T* row, int64_t first, int64_t left) {
+  if (args.group_size == kBlock && __is_same(T, float)) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << min_of<int64_t>(count, left)) - 1), row + first);
+  }
   VecF values{};
-  for (int64_t i = 0; i < left; ++i) {
+  for (int64_t i = 0; i < min_of<int64_t>(count, left); ++i) {
     values[i] = args.groups <= 1 ? row[0] : row[(first + i) * kBlock / args.group_size];
   }
   return values;
 }
 
-template <int rows>
-DSKERNELS_NOINLINE void add_nibble_row(const QuantizedMatmulArgs& args, const NibbleRows& at, int64_t column) {
-  const int64_t n = at.first_column + column, padded = padded_columns(args), blocks = padded / kBlock;
-  const uint8_t* w = args.qweight + n * args.row_bytes;
-  const float* scales = args.scale + n * args.groups;
-  const uint8_t* zeros = args.zero_point == nullptr ? nullptr : args.zero_point + n * args.groups;
-  float sums[rows] = {};
-  for (int64_t first = 0; first < blocks; first += kLanes) {
-    VecI products[rows][kLanes];
-    const auto multiply = [&](int b, Bytes codes) __attribute__((always_inline)) {
-      DSKERNELS_UNROLL
-      for (int i = 0; i < rows; ++i) {
-        const uint8_t* x = at.x + i * at.x_stride + kHeadBytes + (first + b) * kBlock;
-        products[i][b] = add_products(add_products(VecI{}, low_nibbles(codes), load_bytes(x)), high_nibbles(codes),
-                                      load_bytes(x + kVectorBytes));
-      }
-    };
-    const uint8_t* from = w + first * kVectorBytes;
-    const int64_t bytes = args.row_bytes - first * kVectorBytes;
-    if (bytes >= kLanes * kVectorBytes) {
-      DSKERNELS_UNROLL
-      for (int b = 0; b < kLanes; ++b) multiply(b, load_bytes(from + b * kVectorBytes));
-    } else {
-      // Blocks behind the end are not read of x, either.
-      const int64_t left = blocks - first;
-      for (int b = 0; b < kLanes; ++b) {
-        for (int i = 0; i < rows; ++i) products[i][b] = VecI{};
-        if (b < left) multiply(b, load_up_to(from + b * kVectorBytes, bytes - b * kVectorBytes));
-      }
-    }
-    alignas(64) float scale[kLanes];
-    store(scale, block_values(args, scales, first));
-    const VecF zero = zeros == nullptr ? VecF{} : block_values(args, zeros, first);
-    const int64_t count = min_of<int64_t>(blocks - first, kLanes);
+// sums[i] += the products of row i of x and a row of the weight, of `count` blocks or those that are left.
+template <int rows, int count>
+DSKERNELS_INLINE void add_nibble_blocks(const QuantizedMatmulArgs& args, const NibbleRows& at, int64_t n, int64_t first,
+                                        float* sums) {
+  const int64_t padded = padded_columns(args), left = padded / kBlock - first;
+  const int64_t byte = first * kVectorBytes, bytes = args.row_bytes - byte;
+  const uint8_t* w = args.qweight + n * args.row_bytes + byte;
+  const bool full = bytes >= count * kVectorBytes;
+  VecI products[rows][count] = {};
+  DSKERNELS_UNROLL
+  for (int b = 0; b < count; ++b) {
+    // Blocks behind the end are not there to be read of x, either.
+    if (!full && b >= left) break;
+    const Bytes codes =
+        full ? load_bytes(w + b * kVectorBytes) : load_up_to(w + b * kVectorBytes, bytes - b * kVectorBytes);
     DSKERNELS_UNROLL
     for (int i = 0; i < rows; ++i) {
-      const uint8_t* x_sums = at.x + i * at.x_stride + kHeadBytes + padded + first * 4;
-      const VecI of_x = reinterpret_cast<VecI>(load_bytes(x_sums));
-      alignas(64) float exact[kLanes];
-      store(exact, exact_products(lane_sums<kLanes>(products[i]), of_x, zeros == nullptr ? nullptr : &zero));
-      for (int64_t b = 0; b < count; ++b) sums[i] += exact[b] * scale[b];
+      const uint8_t* x = at.x + i * at.x_stride + kHeadBytes + (first + b) * kBlock;
+      const VecI even = add_products(VecI{}, low_nibbles(codes), load_bytes(x));
+      products[i][b] = add_products(even, high_nibbles(codes), load_bytes(x + kVectorBytes));
     }
   }
+  alignas(64) float scale[kLanes], exact[kLanes];
+  store(scale, block_values<count>(args, args.scale + n * args.groups, first, left));
+  VecF zero{};
+  if (args.zero_point != nullptr) zero = block_values<count>(args, args.zero_point + n * args.groups, first, left);
+  DSKERNELS_UNROLL
+  for (int i = 0; i < rows; ++i) {
+    const VecI x_sums = reinterpret_cast<VecI>(load_bytes(at.x + i * at.x_stride + kHeadBytes + padded + first * 4));
+    store(exact, exact_products(lane_sums<count>(products[i]), x_sums, args.zero_point == nullptr ? nullptr : &zero));
+    for (int64_t b = 0; b < min_of<int64_t>(count, left); ++b) sums[i] += exact[b] * scale[b];
+  }
+}
+
+template <int rows>
+DSKERNELS_NOINLINE void add_nibble_row(const QuantizedMatmulArgs& args, const NibbleRows& at, int64_t column) {
+  const int64_t n = at.first_column + column, blocks = padded_columns(args) / kBlock;
+  float sums[rows] = {};
+  int64_t first = 0;
+  for (; first + kLanes <= blocks; first += kLanes) add_nibble_blocks<rows, kLanes>(args, at, n, first, sums);
+  for (; first < blocks; first += 4) add_nibble_blocks<rows, 4>(args, at, n, first, sums);
   for (int i = 0; i < rows; ++i) at.sums[i * at.sums_stride + column] = sums[i];
 }
 #endif
