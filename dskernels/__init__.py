@@ -3,7 +3,7 @@
 from dskernels._library import build_info, load_compiled
 from dskernels._registry import explain, use_backend
 from dskernels.clip_and_scale import GradNorm, clip_and_scale_, grad_norm
-from dskernels.quantized_matmul import QuantizedWeight, quantize_weight, quantized_matmul
+from dskernels.quantized_matmul import QuantizedWeight, quantize_weight, quantized_matmul, round_activations
 from dskernels.rope import RopeTable, rope_table
 from dskernels.window_attention import window_attention, window_attention_decode, window_attention_varlen
 
@@ -21,6 +21,7 @@ __all__ = [
     "quantize_weight",
     "quantized_matmul",
     "rope_table",
+    "round_activations",
     "use_backend",
     "window_attention",
     "window_attention_decode",

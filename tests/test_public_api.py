@@ -23,6 +23,7 @@ SIGNATURES = {
     "quantize_weight": "(weight, scheme, *, group_size=None, symmetric=True, input_scale=None)",
     "quantized_matmul": "(x, weight, bias=None, *, backend=None)",
     "rope_table": "(head_dim, max_positions, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None)",
+    "round_activations": "(x, scheme, *, input_scale=None)",
     "use_backend": "(backend)",
     "window_attention": "(q, k, v, *, window=(None, None), rope=None, positions=None, bias=None, sink=None,"
     " softcap=None, scale=None, query_offset=None, return_lse=False, backend=None)",

@@ -129,6 +129,7 @@ Tensor quantized_matmul_cpu(const Tensor& x, const Tensor& qweight, const Tensor
   sizes.push_back(args.out_features);
   Tensor out = torch::stable::new_empty(x, sizes);
   if (out.numel() == 0) return out;
+  advise_huge_pages(out);
   const Tensor rows = as_rows(args, x);
   args.out = out.data_ptr();
 

@@ -47,6 +47,18 @@ DSKERNELS_INLINE bool uses_dots(const QuantizedMatmulArgs& args) {
   return is_int8_by_int8(args.scheme) && args.rows <= kFewRows;
 }
 
+// Whether rows of nibbles are read as they lie, in add_nibble_rows: one or two rows of x wait for memory, which is read
+// best in order. Without AVX-512 there are no registers for it.
+DSKERNELS_INLINE bool uses_nibble_rows(const QuantizedMatmulArgs& args) {
+  const bool whole = args.groups <= 1 || args.group_size % kBlock == 0;
+  return kLanes == 16 && args.scheme == Scheme::kInt4Dynamic && args.rows <= 2 && whole;
+}
+
+// Whether prepared rows are tiles of their own.
+DSKERNELS_INLINE bool has_single_rows(const QuantizedMatmulArgs& args) {
+  return uses_dots(args) || uses_nibble_rows(args);
+}
+
 // A stretch of columns that share a scale: [first, end) of group `group`.
 struct Columns {
   int64_t first, end, group;

@@ -123,11 +123,11 @@ DSKERNELS_INLINE VecI add_parts(VecI a, VecI b) {
 }
 #endif
 
-// to[i] = the sum over the lanes of v[i], for `count` up to kLanes vectors.
-template <int count>
-DSKERNELS_INLINE void sum_lanes(const VecI* v, int32_t* to) {
-  static_assert(count <= kLanes);
 #if defined(__AVX2__)
+// In lane i the sum over the lanes of v[i], for `count` up to kLanes vectors; 0 in the others.
+template <int count>
+DSKERNELS_INLINE VecI lane_sums(const VecI* v) {
+  static_assert(count <= kLanes);
   VecI fours[kLanes / 4];
   DSKERNELS_UNROLL
   for (int i = 0; i < kLanes / 4; ++i) {
@@ -139,10 +139,19 @@ DSKERNELS_INLINE void sum_lanes(const VecI* v, int32_t* to) {
     }
     fours[i] = 4 * i >= count ? VecI{} : add_halves(pairs[0], pairs[1]);
   }
-  VecI sums = add_parts(fours[0], fours[1]);
 #if defined(DSKERNELS_TIER_AVX512)
-  sums = add_parts(sums, count > 8 ? add_parts(fours[2], fours[3]) : VecI{});
+  return add_parts(add_parts(fours[0], fours[1]), count > 8 ? add_parts(fours[2], fours[3]) : VecI{});
+#else
+  return add_parts(fours[0], fours[1]);
 #endif
+}
+#endif
+
+// to[i] = the sum over the lanes of v[i], for `count` up to kLanes vectors.
+template <int count>
+DSKERNELS_INLINE void sum_lanes(const VecI* v, int32_t* to) {
+#if defined(__AVX2__)
+  const VecI sums = lane_sums<count>(v);
   int32_t all[kLanes];
   std::memcpy(all, &sums, sizeof(sums));
   DSKERNELS_UNROLL

@@ -158,8 +158,14 @@ DSKERNELS_INLINE void sum_nibble_products(const int8_t* x, int64_t steps, const 
   }
 }
 
-// sums[i][panel][half] += scale[panel][half] * (the products of a block - those of codes and zero points). x_sums: for
-// each row -8 times the sum of its codes, as int32; with zero points the sum, as float.
+// The products of codes and nibbles of a block, less those of the codes and the zero points: x_sum is -8 times the sum
+// of the codes, as int32; with zero points the sum, as float. All are integers below 2^24, so the result is exact.
+DSKERNELS_INLINE VecF exact_products(VecI products, VecI x_sum, const VecF* zero) {
+  if (zero == nullptr) return __builtin_convertvector(products + x_sum, VecF);
+  return __builtin_convertvector(products, VecF) - *zero * reinterpret_cast<VecF>(x_sum);
+}
+
+// sums[i][panel][half] += scale[panel][half] * the exact products of a block.
 template <int rows, int panels>
 DSKERNELS_INLINE void scale_nibble_products(const VecI* part, const int32_t* x_sums, const PanelBlock* blocks,
                                             VecF* sums) {
@@ -167,16 +173,8 @@ DSKERNELS_INLINE void scale_nibble_products(const VecI* part, const int32_t* x_s
   DSKERNELS_UNROLL
   for (int i = 0; i < width * rows; ++i) {
     const PanelBlock& block = blocks[i % width / 2];
-    VecF exact;
-    if (block.zero == nullptr) {
-      exact = __builtin_convertvector(part[i] + broadcast(x_sums[i / width]), VecF);
-    } else {
-      // Integers below 2^24, so this is exact, too.
-      float sum;
-      std::memcpy(&sum, x_sums + i / width, sizeof(sum));
-      exact = __builtin_convertvector(part[i], VecF) - block.zero[i % 2] * sum;
-    }
-    sums[i] += exact * block.scale[i % 2];
+    const VecF* zero = block.zero == nullptr ? nullptr : block.zero + i % 2;
+    sums[i] += exact_products(part[i], broadcast(x_sums[i / width]), zero) * block.scale[i % 2];
   }
 }
 

@@ -6,15 +6,14 @@
 namespace dskernels {
 namespace {
 
-// Panels that are multiplied together; but the cores must have enough to share, too.
+// Panels that are multiplied together: two for one row of x, whose sums with one are too few to keep the multipliers
+// busy; but the cores must have enough to share, too.
 inline int64_t panels_of(const QuantizedMatmulArgs& args) {
-  if (args.rows > 2 || is_int8_by_int8(args.scheme)) return 1;
-  int64_t panels = args.rows == 1 ? 4 : 2;
-  while (panels > 1 && args.out_features < 8 * panels * kPanelColumns) panels /= 2;
-  return panels;
+  const bool alone = args.rows > 1 || is_int8_by_int8(args.scheme);
+  return alone || args.out_features < 16 * kPanelColumns ? 1 : 2;
 }
 
-constexpr int kMostPanels = 4;
+constexpr int kMostPanels = 2;
 
 // Of each panel: a block, turned; the scales and zero points of all groups. Once: a block, unpacked.
 struct PanelScratch {
@@ -62,13 +61,9 @@ struct BlockOfTask {
 };
 
 template <class Codes>
-inline void unpack_or_multiply_floats(int rows, const float* x, const BlockOfTask& block, VecF* sums) {
+inline void multiply_fused_floats(int rows, const float* x, const BlockOfTask& block, VecF* sums) {
   const int64_t columns = block.columns.end - block.columns.first;
-  if (block.panels == 4) return multiply_coded_floats<Codes, 1, 4>(x, columns, block.panel, sums);
-  if (block.panels == 2) {
-    return rows == 1 ? multiply_coded_floats<Codes, 1, 2>(x, columns, block.panel, sums)
-                     : multiply_coded_floats<Codes, 2, 2>(x, columns, block.panel, sums);
-  }
+  if (block.panels == 2) return multiply_coded_floats<Codes, 1, 2>(x, columns, block.panel, sums);
   switch (rows) {
     case 1: return multiply_coded_floats<Codes, 1, 1>(x, columns, block.panel, sums);
     case 2: return multiply_coded_floats<Codes, 2, 1>(x, columns, block.panel, sums);
@@ -81,20 +76,16 @@ inline void multiply_fused(const QuantizedMatmulArgs& args, int rows, const uint
                            const BlockOfTask& block, VecF* sums) {
   const float* floats = reinterpret_cast<const float*>(x) + block.columns.first * rows;
   switch (args.scheme) {
-    case Scheme::kInt8WeightOnly: return unpack_or_multiply_floats<Int8Codes>(rows, floats, block, sums);
-    case Scheme::kFp8Block: return unpack_or_multiply_floats<Fp8Codes>(rows, floats, block, sums);
+    case Scheme::kInt8WeightOnly: return multiply_fused_floats<Int8Codes>(rows, floats, block, sums);
+    case Scheme::kFp8Block: return multiply_fused_floats<Fp8Codes>(rows, floats, block, sums);
     case Scheme::kInt4WeightOnly:
-      return args.zero_point == nullptr ? unpack_or_multiply_floats<Int4Codes<false>>(rows, floats, block, sums)
-                                        : unpack_or_multiply_floats<Int4Codes<true>>(rows, floats, block, sums);
+      return args.zero_point == nullptr ? multiply_fused_floats<Int4Codes<false>>(rows, floats, block, sums)
+                                        : multiply_fused_floats<Int4Codes<true>>(rows, floats, block, sums);
     default: break;
   }
   const int8_t* codes = reinterpret_cast<const int8_t*>(x) + block.columns.first * rows;
   const int64_t dwords = (block.columns.end - block.columns.first + 7) / 8;
-  if (block.panels == 4) return multiply_turned_nibbles<1, 4>(codes, dwords, x_sums, block.panel, sums);
-  if (block.panels == 2) {
-    return rows == 1 ? multiply_turned_nibbles<1, 2>(codes, dwords, x_sums, block.panel, sums)
-                     : multiply_turned_nibbles<2, 2>(codes, dwords, x_sums, block.panel, sums);
-  }
+  if (block.panels == 2) return multiply_turned_nibbles<1, 2>(codes, dwords, x_sums, block.panel, sums);
   switch (rows) {
     case 1: return multiply_turned_nibbles<1, 1>(codes, dwords, x_sums, block.panel, sums);
     case 2: return multiply_turned_nibbles<2, 1>(codes, dwords, x_sums, block.panel, sums);

@@ -1,6 +1,8 @@
 // Activations as the kernels read them, tile by tile. A tile starts with a RowHead for each row, at kHeadBytes follow:
 //
 //   for add_dots:    the codes of its one row, and zeros
+//   add_nibble_rows: the codes of its one row, in each block of 128 the even ones before the odd ones, and zeros; then
+//                    the sum of each block, as below
 //   integer panels:  for every four columns the codes of each row; for int4 by eight columns, those of the even ones
 //                    before those of the odd ones, as nibbles lie; then for each block and row the sum of the codes, as
 //                    int32 times -8 where 8 is the code of 0, as float where zero points differ
@@ -25,13 +27,15 @@ static_assert(kTileRows * sizeof(RowHead) <= kHeadBytes);
 
 DSKERNELS_INLINE int64_t padded_columns(const QuantizedMatmulArgs& args) {
   if (!has_codes(args.scheme)) return args.in_features;
+  if (uses_nibble_rows(args)) return round_up(args.in_features, kBlock);
   return round_up(args.in_features, uses_dots(args) ? kVectorBytes : 8);
 }
 
 DSKERNELS_INLINE int64_t tile_bytes(const QuantizedMatmulArgs& args) {
-  const int64_t rows = uses_dots(args) ? 1 : tile_height(min_of<int64_t>(args.rows, kTileRows));
+  const int64_t rows = has_single_rows(args) ? 1 : tile_height(min_of<int64_t>(args.rows, kTileRows));
   int64_t column_bytes = padded_columns(args) * (has_codes(args.scheme) ? 1 : int64_t{sizeof(float)});
-  if (args.scheme == Scheme::kInt4Dynamic) column_bytes += count_blocks_before(args, args.in_features) * 4;
+  // Room for a vector of sums behind the last one.
+  if (args.scheme == Scheme::kInt4Dynamic) column_bytes += count_blocks_before(args, args.in_features) * 4 + 64;
   return round_up(kHeadBytes + rows * column_bytes, 64);
 }
 
@@ -83,8 +87,8 @@ inline void round_to_codes(const float* x, int64_t count, float lift, float inve
   }
 }
 
-// How codes follow from a row: see quantize_rows and quantize_rows_by in dskernels/quantized_matmul/reference.py. They
-// are 0 where the row is not finite, since nothing will be made of them.
+// How codes follow from a row: see quantize_rows and quantize_rows_by in dskernels/quantized_matmul/activations.py.
+// They are 0 where the row is not finite, since nothing will be made of them.
 inline RowHead quantize_row(const QuantizedMatmulArgs& args, const float* x, int64_t padded, int8_t* codes) {
   const int32_t bits = largest_bits(x, args.in_features);
   RowHead head{from_bits(kNanBits), 1.0f, 0};
@@ -112,6 +116,18 @@ inline RowHead quantize_row(const QuantizedMatmulArgs& args, const float* x, int
   for (int64_t k = 0; k < padded; ++k) sum += static_cast<uint32_t>(int32_t{codes[k]});
   head.sum = static_cast<int32_t>(sum);
   return head;
+}
+
+// Of each block of 128 codes the even ones first, then the odd ones.
+inline void split_blocks(int8_t* codes, int64_t count) {
+  for (int64_t first = 0; first < count; first += kBlock) {
+    int8_t block[kBlock];
+    for (int i = 0; i < kBlock / 2; ++i) {
+      block[i] = codes[first + 2 * i];
+      block[kBlock / 2 + i] = codes[first + 2 * i + 1];
+    }
+    std::memcpy(codes + first, block, sizeof(block));
+  }
 }
 
 // Of each eight codes the even ones first, then the odd ones.
@@ -144,7 +160,8 @@ inline RowHead lift_row(const QuantizedMatmulArgs& args, float* x) {
   return {1.0f, 0x1p64f, 0};
 }
 
-// The row rounded to e4m3 in blocks of 128, as floats: see quantize_blocks in dskernels/quantized_matmul/reference.py.
+// The row rounded to e4m3 in blocks of 128, as floats: see quantize_blocks in
+// dskernels/quantized_matmul/activations.py.
 inline void round_blocks_to_fp8(float* x, int64_t columns) {
   for (int64_t first = 0; first < columns; first += 128) {
     const int64_t count = min_of<int64_t>(128, columns - first);
@@ -189,7 +206,7 @@ inline void interleave(int height, const int32_t* rows, int64_t stride, int64_t 
 
 // Floats of a row with room for whole vectors, whatever splits them.
 DSKERNELS_INLINE int64_t row_room(const QuantizedMatmulArgs& args) {
-  return round_up(args.in_features, max_of<int64_t>(kVectorBytes, 16));
+  return round_up(args.in_features, max_of<int64_t>(kVectorBytes, kBlock));
 }
 
 // Rows of floats, or of codes, of a tile, and two rows of floats.
@@ -222,7 +239,7 @@ void prepare_tile(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& pl
     head = quantize_row(args, values, room, row_codes);
     if (args.scheme == Scheme::kInt4Dynamic) {
       store_block_sums(args, row_codes, height, sums + i);
-      split_even_and_odd(row_codes, room);
+      uses_nibble_rows(args) ? split_blocks(row_codes, padded) : split_even_and_odd(row_codes, room);
     }
   }
   interleave(height, reinterpret_cast<const int32_t*>(ready), row_bytes / 4, codes ? padded / 4 : padded,

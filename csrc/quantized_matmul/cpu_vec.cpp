@@ -1,13 +1,16 @@
 // The CPU kernels of quantized_matmul, compiled once per tier: how a call divides, and what becomes of its sums.
 #include "quantized_matmul/cpu_dot.h"
+#include "quantized_matmul/cpu_nibble_rows.h"
 #include "quantized_matmul/cpu_panels.h"
 
 namespace dskernels {
 namespace {
 
-// Rows of the weight in a task of add_dots: a multiple of every tier's tile, and few enough to keep all cores busy.
+// Rows of the weight in a task that reads them as they lie: a multiple of every tier's tile, and few enough to keep all
+// cores busy.
 constexpr int64_t kDotTaskColumns = 48;
-constexpr int64_t kMostTaskColumns = 4 * kPanelColumns > kDotTaskColumns ? 4 * kPanelColumns : kDotTaskColumns;
+constexpr int64_t kMostTaskColumns =
+    kMostPanels * kPanelColumns > kDotTaskColumns ? kMostPanels * kPanelColumns : kDotTaskColumns;
 // Prepared rows of a task. They pass by once for each panel, in order, so the last cache serves; and a panel is
 // unpacked once for all of them.
 constexpr int64_t kTaskBytes = int64_t{5} << 20;
@@ -27,12 +30,12 @@ int64_t estimated_picoseconds(const QuantizedMatmulArgs& args) {
 
 QuantizedMatmulPlan plan(const QuantizedMatmulArgs& args) {
   QuantizedMatmulPlan plan{};
-  const bool dots = uses_dots(args);
-  plan.tile_rows = dots ? 1 : kTileRows;
+  const bool single = has_single_rows(args);
+  plan.tile_rows = single ? 1 : kTileRows;
   plan.tile_bytes = tile_bytes(args);
   plan.tiles = (args.rows + plan.tile_rows - 1) / plan.tile_rows;
   plan.prepare_scratch = prepare_scratch_bytes(args);
-  plan.task_columns = dots ? kDotTaskColumns : kPanelColumns * panels_of(args);
+  plan.task_columns = single ? kDotTaskColumns : kPanelColumns * panels_of(args);
   plan.column_blocks = (args.out_features + plan.task_columns - 1) / plan.task_columns;
   // Blocks of about the same size.
   const int64_t most_tiles = max_of<int64_t>(kTaskBytes / plan.tile_bytes, 1);
@@ -43,7 +46,7 @@ QuantizedMatmulPlan plan(const QuantizedMatmulArgs& args) {
   plan.serial = estimated_picoseconds(args) < 2 * kWakePicoseconds;
   // Sums in 32 bits, and in 64 for int8; a panel.
   plan.scratch_bytes = plan.task_rows * plan.task_columns * (is_int8_by_int8(args.scheme) ? 12 : 4);
-  if (!dots) plan.scratch_bytes += PanelScratch(args).bytes(panels_of(args));
+  if (!single) plan.scratch_bytes += PanelScratch(args).bytes(panels_of(args));
   return plan;
 }
 
@@ -58,7 +61,7 @@ struct Task {
 Task task_of(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, int64_t number, void* scratch) {
   const int64_t row = number / plan.column_blocks * plan.task_rows;
   const int64_t column = number % plan.column_blocks * plan.task_columns;
-  char* sums = static_cast<char*>(scratch) + (uses_dots(args) ? 0 : PanelScratch(args).bytes(panels_of(args)));
+  char* sums = static_cast<char*>(scratch) + (has_single_rows(args) ? 0 : PanelScratch(args).bytes(panels_of(args)));
   return {row,
           min_of(plan.task_rows, args.rows - row),
           column,
@@ -155,7 +158,12 @@ void run_int8(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, 
 void run_blocks(const QuantizedMatmulArgs& args, const QuantizedMatmulPlan& plan, const Task& task) {
   float* sums = static_cast<float*>(task.sums);
   std::memset(sums, 0, static_cast<size_t>(plan.task_rows * plan.task_columns) * sizeof(float));
-  if (args.in_features > 0) add_panels(args, panel_task(plan, task), 0, args.in_features);
+  if (uses_nibble_rows(args)) {
+    add_nibble_rows(args, task.tiles, plan.tile_bytes, task.rows, task.first_column, task.columns, sums,
+                    plan.task_columns);
+  } else if (args.in_features > 0) {
+    add_panels(args, panel_task(plan, task), 0, args.in_features);
+  }
   for (int64_t i = 0; i < task.rows; ++i) {
     float* values = sums + i * plan.task_columns;
     if (args.scheme == Scheme::kInt8WeightOnly) {

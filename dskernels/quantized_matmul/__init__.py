@@ -10,13 +10,14 @@ from torch import Tensor
 from dskernels._autograd import invoke
 from dskernels._library import autocast_disabled, why_not_unasked
 from dskernels._registry import Backend, Operator, register
+from dskernels.quantized_matmul.activations import round_activations
 from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu, why_not_triton
 from dskernels.quantized_matmul.reference import quantized_matmul_reference
 from dskernels.quantized_matmul.schema import forward_op
 from dskernels.quantized_matmul.triton_schema import triton_forward_op
 from dskernels.quantized_matmul.weight import SCHEMES, QuantizedWeight, dequantize, quantize_weight
 
-__all__ = ["QuantizedWeight", "quantize_weight", "quantized_matmul"]
+__all__ = ["QuantizedWeight", "quantize_weight", "quantized_matmul", "round_activations"]
 
 
 def quantized_matmul(

@@ -1,8 +1,6 @@
 """Quantized matrix products in plain PyTorch: the meaning of every scheme.
 
-Activations are rounded as Jacob et al., "Quantization and Training of Neural Networks", 2018, equation 1, a scale for
-each row; in blocks as DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2. Integer products are exact:
-they are taken in float64, which holds any sum of them up to 2**53.
+Integer products are exact: they are taken in float64, which holds any sum of them up to 2**53.
 """
 
 from __future__ import annotations
@@ -13,67 +11,8 @@ import torch
 from torch import Tensor
 
 from dskernels._library import autocast_disabled
-from dskernels.quantized_matmul.weight import (
-    FP8_BLOCK,
-    FP8_LARGEST,
-    INT4_SCHEMES,
-    INT8_LARGEST,
-    SCHEMES,
-    dequantize,
-    divided,
-)
-
-_SMALLEST_NORMAL = 2.0**-126
-# Rows that are smaller or larger are lifted into the middle of float32's range, where no step of the scale is lost.
-_SMALL, _LARGE, _LIFT = 2.0**-60, 2.0**60, 2.0**64
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 codes of the rows of ``x``, with a scale for each row.
-
-    A row is multiplied by ``lift``, a power of two (1 but for rows of tiny or huge numbers); with ``a`` its largest
-    magnitude then, ``code = clamp(round(x * lift * (127 / a)), -127, 127)`` and ``scale = a / 127``, in float32, so
-    that ``x`` is about ``code * scale / lift``. A row that is not finite has the scale NaN.
-
-    Args:
-        x: float32 ``[M, K]``.
-
-    Returns:
-        Codes, int8 ``[M, K]``; ``scale`` and ``1 / lift``, float32 ``[M]``.
-    """
-    largest = x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0])
-    finite = largest.isfinite()
-    lift = torch.where(largest < _SMALL, _LIFT, torch.where(largest > _LARGE, 1 / _LIFT, 1.0))
-    largest = largest * lift
-    # Of tensors, for torch takes a number over a tensor as a reciprocal and a product, which round twice.
-    inverse = torch.where(finite & (largest > 0), torch.full_like(largest, INT8_LARGEST) / largest, 0.0)
-    codes = _int8_codes(x * lift[:, None], inverse[:, None])
-    return codes, torch.where(finite, divided(largest, INT8_LARGEST), torch.nan), 1 / lift
-
-
-def quantize_rows_by(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes ``clamp(round(x * (1 / input_scale)), -127, 127)`` of the rows of ``x``, float32 ``[M, K]``, and their
-    scale, float32 ``[M]``: ``input_scale``, and NaN for rows that are not finite."""
-    codes = _int8_codes(x, 1 / input_scale)
-    return codes, torch.where(x.isfinite().all(1), input_scale, torch.nan)
-
-
-def quantize_blocks(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``x``, float32 ``[M, K]``, rounded to e4m3 times a scale for each block of 128 columns.
-
-    With ``a`` the largest magnitude of a block, ``scale = max(a / 448, 2**-126)`` and the result is
-    ``e4m3(x / scale) * scale``, in ``dtype``; not finite in blocks that are not.
-    """
-    rows, columns = x.shape
-    padded = torch.nn.functional.pad(x, (0, -columns % FP8_BLOCK))
-    blocks = padded.view(rows, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
-    scale = divided(blocks.abs().amax(2, keepdim=True), FP8_LARGEST).clamp(min=_SMALLEST_NORMAL)
-    codes = (blocks / scale).to(torch.float8_e4m3fn)
-    return (codes.to(dtype) * scale.to(dtype)).view(padded.shape)[:, :columns]
-
-
-def _int8_codes(x: Tensor, inverse: Tensor) -> Tensor:
-    return (x * inverse).round().clamp(-INT8_LARGEST, INT8_LARGEST).nan_to_num(0.0).to(torch.int8)
+from dskernels.quantized_matmul.activations import quantize_blocks, quantize_rows, quantize_rows_by
+from dskernels.quantized_matmul.weight import FP8_BLOCK, INT4_SCHEMES, SCHEMES, dequantize
 
 
 def quantized_matmul_reference(

@@ -48,7 +48,7 @@ def _int8_codes(x, by):
 def _quantize_rows_kernel(
     x, input_scale, codes, row_scale, unlift, x_stride, x_column_stride, columns, BLOCK: tl.constexpr
 ):
-    """One row as `reference.quantize_rows` has it, or with ``input_scale`` as `reference.quantize_rows_by`."""
+    """One row as `activations.quantize_rows` has it, or with ``input_scale`` as `activations.quantize_rows_by`."""
     row = tl.program_id(0).to(tl.int64)
     x_row = x + row * x_stride
     magnitudes = tl.zeros([BLOCK], tl.float32)
@@ -104,7 +104,7 @@ def _quantize_blocks_kernel(
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Some blocks of a row as `reference.quantize_blocks` has them, ``codes`` as float16 and without their scale."""
+    """Some blocks of a row as `activations.quantize_blocks` has them, ``codes`` as float16 and without their scale."""
     row, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
     block = chunk * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]

@@ -26,6 +26,7 @@ INT8_LARGEST = 127.0
 # The code of 0 where groups are symmetric, and half the steps of their range.
 INT4_ZERO = 8
 _INT4_HALF_RANGE = 7.5
+_INT4_SYMMETRIC_RANGE = 7.0
 _DEFAULT_GROUP = 128
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -71,8 +72,8 @@ class QuantizedWeight(NamedTuple):
         return self.qweight.shape[0]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight ``[N, K]`` that it stands for, computed in float32 and rounded to ``dtype``, in the order of the
-        input features."""
+        """The weight ``[N, K]`` that it stands for, in the order of the input features: computed in float32 and rounded
+        to ``dtype``; exact for float64."""
         return dequantize(
             self.qweight,
             self.scale,
@@ -81,6 +82,7 @@ class QuantizedWeight(NamedTuple):
             SCHEMES.index(self.scheme),
             self.group_size,
             self.in_features,
+            torch.float64 if dtype == torch.float64 else torch.float32,
         ).to(dtype)
 
 
@@ -97,12 +99,13 @@ def quantize_weight(
     With ``a`` the largest magnitude of what shares a scale::
 
         int8_*:     scale = a / 127                      code = clamp(round(W / scale), -127, 127)
-        int4_*:     scale = a / 7.5                      code = clamp(round(W / scale) + 8, 0, 15)
+        int4_*:     scale = a / 7.5 or a / 7             code = clamp(round(W / scale) + 8, 0, 15)
         asymmetric: scale = (max(W, 0) - min(W, 0)) / 15  code = clamp(round(W / scale) + zero_point, 0, 15)
         fp8_block:  scale = a / 448                      code = e4m3(W / scale)
 
-    so that a weight is off by at most half a step of its scale (fp8: half a unit in the last place of e4m3). Rounding
-    is to nearest, ties to even. Where ``a`` is 0, codes stand for exactly 0.
+    so that a weight is off by at most half a step of its scale (fp8: half a unit in the last place of e4m3). Of the two
+    scales of symmetric int4 a group gets the one that leaves the smaller sum of squared errors. Rounding is to nearest,
+    ties to even. Where ``a`` is 0, codes stand for exactly 0.
 
     Args:
         weight: ``[N, K]``, float32, bfloat16, float16 or float64; any strides. Not differentiated.
@@ -133,7 +136,7 @@ def quantize_weight(
         raise wrong_value("symmetric", f"True for {scheme}", symmetric)
     columns = weight.shape[1]
     group = _checked_group_size(group_size, scheme, columns)
-    step = _checked_input_scale(input_scale, scheme, weight.device)
+    step = checked_input_scale(input_scale, scheme, weight.device)
     with torch.no_grad():
         wide = _finite_float32(weight)
         zero_point = None
@@ -211,16 +214,30 @@ def _quantize_int4(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor,
         return empty.to(torch.uint8), empty, None if symmetric else empty.to(torch.uint8)
     padded = torch.nn.functional.pad(weight, (0, -columns % group)).view(rows, -(-columns // group), group)
     if symmetric:
-        zero_point, scale = None, divided(_largest(padded, 2), _INT4_HALF_RANGE)
-        shift = torch.full_like(scale, INT4_ZERO)
+        codes, scale = _symmetric_int4(padded)
+        zero_point = None
     else:
         low, high = padded.amin(2).clamp_(max=0.0), padded.amax(2).clamp_(min=0.0)
         # Halved first: the width of a group may be beyond float32's range.
         scale = divided(high / 2 - low / 2, _INT4_HALF_RANGE)
-        shift = _rounded(-low, scale).to(torch.float32)
+        shift = _rounded(-low, scale)
         zero_point = shift.to(torch.uint8)
-    codes = (_rounded(padded, scale[..., None]) + shift[..., None]).clamp_(0, 15)
+        codes = (_rounded(padded, scale[..., None]) + shift[..., None]).clamp_(0, 15)
     return pack_int4(codes.flatten(1)[:, :columns]), scale, zero_point
+
+
+def _symmetric_int4(groups: Tensor) -> tuple[Tensor, Tensor]:
+    # Sixteen codes have no middle: steps of a / 7.5 use all of them and clip one end by half a step, those of a / 7
+    # are wider and reach both ends, which serves groups of few values better.
+    codes, scale, error = _rounded_by(groups, divided(_largest(groups, 2), _INT4_HALF_RANGE))
+    wider_codes, wider_scale, wider_error = _rounded_by(groups, divided(_largest(groups, 2), _INT4_SYMMETRIC_RANGE))
+    better = wider_error < error
+    return torch.where(better[..., None], wider_codes, codes), torch.where(better, wider_scale, scale)
+
+
+def _rounded_by(groups: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    codes = (_rounded(groups, scale[..., None]) + INT4_ZERO).clamp_(0, 15)
+    return codes, scale, ((codes - INT4_ZERO) * scale[..., None] - groups).square_().sum(2)
 
 
 def _quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -272,7 +289,7 @@ def _checked_group_size(group_size: int | None, scheme: str, columns: int) -> in
     return group_size
 
 
-def _checked_input_scale(input_scale: Tensor | float | None, scheme: str, device: torch.device) -> Tensor | None:
+def checked_input_scale(input_scale: Tensor | float | None, scheme: str, device: torch.device) -> Tensor | None:
     if scheme != "int8_static":
         if input_scale is not None:
             raise wrong_value("input_scale", f"None for {scheme}", input_scale)

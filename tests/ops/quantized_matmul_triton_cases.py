@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import dskernels as dk
-from dskernels.quantized_matmul import reference, triton, triton_codes
+from dskernels.quantized_matmul import activations, triton, triton_codes
 from dskernels.quantized_matmul.triton_schema import triton_backward_op, triton_forward_op
 from dskernels.quantized_matmul.weight import SCHEMES
 from dskernels.testing import assert_close_to_reference
@@ -108,17 +108,17 @@ def test_codes_of_rows_are_those_of_the_reference(columns: int) -> None:
     # Codes of rows that are not finite are anything.
     finite = x.isfinite().all(1)
     results = triton_codes.quantize_rows(x, None)
-    for result, right in zip(results, reference.quantize_rows(x), strict=True):
+    for result, right in zip(results, activations.quantize_rows(x), strict=True):
         assert torch.equal(result[finite], right[finite])
     assert torch.equal(results[1].isnan(), ~finite)
     for step in (0.5, 0.37, 1e-30, 1e30):
         codes, scale, _ = triton_codes.quantize_rows(x, torch.tensor(step))
-        right_codes, right_scale = reference.quantize_rows_by(x, torch.tensor(step))
+        right_codes, right_scale = activations.quantize_rows_by(x, torch.tensor(step))
         assert torch.equal(codes[finite], right_codes[finite])
         torch.testing.assert_close(scale, right_scale, rtol=0, atol=0, equal_nan=True)
     codes, scale = triton_codes.quantize_blocks(x)
     values = codes.float() * scale.repeat_interleave(128, 1)[:, :columns]
-    torch.testing.assert_close(values, reference.quantize_blocks(x), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(values, activations.quantize_blocks(x), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("scheme", ["int8_dynamic", "int8_static", "int4_dynamic", "fp8_block"])

@@ -13,7 +13,7 @@ from test_window_attention_triton import SHARED_MEMORY, compiles, needs_triton, 
 from torch import Tensor
 
 import dskernels as dk
-from dskernels.quantized_matmul.reference import quantize_blocks, quantize_rows, quantize_rows_by
+from dskernels.quantized_matmul.activations import quantize_blocks, quantize_rows, quantize_rows_by
 from dskernels.quantized_matmul.weight import SCHEMES
 from dskernels.testing import assert_close_to_reference
 

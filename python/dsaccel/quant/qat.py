@@ -15,9 +15,6 @@ from dsaccel.quant.report import QuantizationReport
 from dsaccel.quant.survey import replace_linears
 from dskernels.checks import is_readable
 
-_FP8_BLOCK, _FP8_LARGEST = 128, 448.0
-_SMALLEST_NORMAL = 2.0**-126
-
 
 class QATLinear(nn.Linear):
     """`nn.Linear` that computes the quantized product, for training::
@@ -203,28 +200,7 @@ class _WithWeightGradient(torch.autograd.Function):
         x, step = ctx.saved_tensors
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(grad.device.type, enabled=False):
-            rows = rounded_activations(x.flatten(0, -2) if x.dim() > 1 else x[None], ctx.scheme, step)
-            grad_rows = grad.flatten(0, -2) if grad.dim() > 1 else grad[None]
+            seen = dk.round_activations(x, ctx.scheme, input_scale=step)
+            rows, grad_rows = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (seen, grad))
             grad_weight = grad_rows.to(wide).T @ rows.to(wide)
         return grad, grad_weight.to(ctx.dtype), None, None, None
-
-
-def rounded_activations(x: Tensor, scheme: str, step: Tensor | None = None) -> Tensor:
-    """``x``, ``[M, K]``, as the codes of `dskernels.quantized_matmul` stand for it, in float32: the gradient's side of
-    the formulas there."""
-    if scheme.endswith("weight_only") or x.numel() == 0:
-        return x
-    x = x.float()
-    if scheme == "fp8_block":
-        padded = nn.functional.pad(x, (0, -x.shape[1] % _FP8_BLOCK)).unflatten(1, (-1, _FP8_BLOCK))
-        scale = (padded.abs().amax(2, keepdim=True) / _FP8_LARGEST).clamp(min=_SMALLEST_NORMAL)
-        rounded: Tensor = (padded / scale).to(torch.float8_e4m3fn).float() * scale
-        return rounded.flatten(1)[:, : x.shape[1]]
-    if step is not None:
-        return (x * (1 / step)).round().clamp(-LARGEST_CODE, LARGEST_CODE) * step
-    largest = x.abs().amax(1, keepdim=True)
-    # Rows of tiny or huge numbers are lifted to where a scale has all its digits.
-    lift = torch.where(largest < 2.0**-60, 2.0**64, torch.where(largest > 2.0**60, 2.0**-64, 1.0))
-    largest = largest * lift
-    codes = (x * lift * torch.where(largest > 0, LARGEST_CODE / largest, 0.0)).round()
-    return codes * (largest / LARGEST_CODE) / lift
