@@ -35,9 +35,10 @@ void set_weight(QuantizedMatmulArgs& args, const Tensor& qweight, const Tensor& 
   args.row_bytes = is_int4 ? (k + 1) / 2 : k;
   STD_TORCH_CHECK(is_dense(qweight, is_int4 || is_fp8 ? ScalarType::Byte : ScalarType::Char, {n, args.row_bytes}),
                   "quantized_matmul: qweight: expected contiguous int8 [N, K], uint8 [N, ceil(K / 2)] for int4");
-  args.group_size = is_fp8 ? kFp8Block : group_size;
   STD_TORCH_CHECK(!is_int4 || k == 0 || (group_size > 0 && (group_size >= k || group_size % 16 == 0)),
                   "quantized_matmul: group_size: expected a multiple of 16, got ", group_size);
+  // No longer than a row, so that the ends of groups are numbers.
+  args.group_size = is_fp8 ? kFp8Block : std::min(group_size, k);
   args.groups = is_int4 || is_fp8 ? (k == 0 ? 0 : blocks(k, args.group_size)) : 1;
   const bool fits = is_int4  ? is_dense(scale, ScalarType::Float, {n, args.groups})
                     : is_fp8 ? is_dense(scale, ScalarType::Float, {blocks(n, kFp8Block), args.groups})
@@ -70,13 +71,14 @@ void set_input_order(QuantizedMatmulArgs& args, const Tensor& order) {
 // x as rows, one stride apart; a copy where its leading dimensions have no common stride.
 Tensor as_rows(QuantizedMatmulArgs& args, const Tensor& x) {
   const int64_t last = x.dim() - 1;
-  bool has_rows = true;
+  bool has_rows = true, is_first = true;
   int64_t stride = 0, extent = 0;
   for (int64_t dim = last - 1; dim >= 0; --dim) {
     if (x.size(dim) == 1) continue;
-    if (extent == 0) {
+    if (is_first) {
       stride = x.stride(dim);
       extent = stride * x.size(dim);
+      is_first = false;
     } else {
       has_rows = has_rows && x.stride(dim) == extent;
       extent *= x.size(dim);

@@ -166,6 +166,10 @@ inline void round_blocks_to_fp8(float* x, int64_t columns) {
   for (int64_t first = 0; first < columns; first += 128) {
     const int64_t count = min_of<int64_t>(128, columns - first);
     const int32_t bits = largest_bits(x + first, count);
+    if (bits >= kInfinityBits) {
+      for (int64_t k = first; k < first + count; ++k) x[k] = from_bits(kNanBits);
+      continue;
+    }
     const float scale = max_of(from_bits(bits) / 448.0f, 0x1p-126f);
     for (int64_t k = first; k < first + count; ++k) {
       const float quotient = x[k] / scale;
@@ -174,8 +178,7 @@ inline void round_blocks_to_fp8(float* x, int64_t columns) {
       std::memcpy(&exponent, &quotient, sizeof(exponent));
       exponent = max_of(exponent & kInfinityBits, (127 - 6) << 23);
       const float shift = from_bits(exponent + (20 << 23)) * 1.5f;
-      const float rounded = (quotient + shift) - shift;
-      x[k] = (bits < kInfinityBits ? rounded : from_bits(kNanBits)) * scale;
+      x[k] = ((quotient + shift) - shift) * scale;
     }
   }
 }

@@ -39,6 +39,23 @@ def test_views_of_x(name: str, view: str, dtype: torch.dtype, backend: str) -> N
         assert torch.equal(dk.quantized_matmul(x, weight, backend=backend), expected)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_leading_dimensions_without_a_common_stride(name: str, backend: str) -> None:
+    """Of stride 0 within one that is not, the other way round, and in pieces: rows that no single stride reaches."""
+    weight = draw_weight(CASES[name], 21, 70)
+    for view in (
+        draw_rows(3, 1, 70).expand(3, 4, 70),
+        draw_rows(1, 4, 70).expand(3, 4, 70),
+        draw_rows(2, 1, 3, 70).expand(2, 4, 3, 70),
+        draw_rows(2, 1, 1, 70).expand(2, 3, 4, 70),
+        draw_rows(1, 1, 70).expand(3, 4, 70),
+        draw_rows(5, 6, 70)[::2, ::3],
+        draw_rows(2, 3, 4, 70).permute(2, 0, 1, 3),
+    ):
+        expected = dk.quantized_matmul(view.contiguous(), weight, backend=backend)
+        assert torch.equal(dk.quantized_matmul(view, weight, backend=backend), expected)
+
+
 def at_odd_address(values: Tensor, offset: int) -> Tensor:
     """The same values ``offset`` bytes into a buffer, as files hold them when they are mapped into memory."""
     buffer = bytearray(offset + values.nbytes)
