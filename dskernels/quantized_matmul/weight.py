@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ _INT4_HALF_RANGE = 7.5
 _INT4_SYMMETRIC_RANGE = 7.0
 _DEFAULT_GROUP = 128
 _SMALLEST_NORMAL = 2.0**-126
+# Weights that are rounded at a time: what stands in between is of float64, several times over.
+_PART = 2**22
 
 
 class QuantizedWeight(NamedTuple):
@@ -139,14 +142,13 @@ def quantize_weight(
     step = checked_input_scale(input_scale, scheme, weight.device)
     with torch.no_grad():
         wide = _finite_float32(weight)
-        zero_point = None
-        if scheme in INT4_SCHEMES:
-            qweight, scale, zero_point = _quantize_int4(wide, group, symmetric)
-        elif scheme == "fp8_block":
-            qweight, scale = _quantize_fp8(wide)
-        else:
-            qweight, scale = _quantize_int8(wide)
-    return QuantizedWeight(scheme, qweight, scale, columns, group, zero_point, step)
+        qweights, scales, zero_points = zip(
+            *(_quantize(part, scheme, group, symmetric) for part in _parts_of(wide)), strict=True
+        )
+    zeros = [zeros for zeros in zero_points if zeros is not None]
+    return QuantizedWeight(
+        scheme, _joined(qweights), _joined(scales), columns, group, _joined(zeros) if zeros else None, step
+    )
 
 
 def dequantize(
@@ -199,6 +201,23 @@ def _rounded(weight: Tensor, scale: Tensor) -> Tensor:
     # In float64, where no quotient overflows; what has no scale has no codes but 0.
     quotient = weight.double() / scale.double()
     return torch.where(scale > 0, quotient, 0.0).round_()
+
+
+def _parts_of(weight: Tensor) -> tuple[Tensor, ...]:
+    # Whole blocks of rows, so that a part has the codes that it has in the whole. A compiler needs no parts: it fuses
+    # what stands in between.
+    rows = max(_PART // max(weight.shape[1], 1) // FP8_BLOCK, 1) * FP8_BLOCK
+    return (weight,) if torch.compiler.is_compiling() else weight.split(rows)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _quantize(weight: Tensor, scheme: str, group: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    if scheme in INT4_SCHEMES:
+        return _quantize_int4(weight, group, symmetric)
+    return (*(_quantize_fp8(weight) if scheme == "fp8_block" else _quantize_int8(weight)), None)
 
 
 def _quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

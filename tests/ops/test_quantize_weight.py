@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -231,3 +233,18 @@ def test_wrong_arguments(scheme: str, changes: dict, error: type[Exception], mes
     arguments = {"weight": torch.randn(9, 40), "scheme": scheme, **changes}
     with pytest.raises(error, match=message):
         dk.quantize_weight(**arguments)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_large_weights_are_rounded_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the codes and scales of the whole, whatever a part holds."""
+    case, source = CASES[name], torch.randn(700, 90)
+    whole = quantize(case, source)
+    for size in (1, 300 * 90):
+        monkeypatch.setattr(sys.modules[dk.QuantizedWeight.__module__], "_PART", size)
+        for one, other in zip(quantize(case, source), whole, strict=True):
+            if isinstance(one, Tensor):
+                assert one.is_contiguous()
+                assert torch.equal(one, other)
+            else:
+                assert one == other

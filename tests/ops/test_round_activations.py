@@ -54,9 +54,7 @@ def test_wrong_arguments() -> None:
     x = torch.randn(2, 3)
     with pytest.raises(TypeError, match=r"x: expected a tensor, got 3"):
         dk.round_activations(3, "fp8_block")
-    with pytest.raises(
-        ValueError, match=r"x: expected floating point of shape .*, got torch.int64 of 1 dim"
-    ):
+    with pytest.raises(ValueError, match=r"x: expected floating point of shape .*, got torch.int64 of 1 dim"):
         dk.round_activations(torch.arange(3), "fp8_block")
     with pytest.raises(ValueError, match=r"scheme: expected one of int8_dynamic, .*, got 'int3'"):
         dk.round_activations(x, "int3")
