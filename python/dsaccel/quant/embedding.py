@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dskernels as dk
 from dsaccel.quant.arguments import check_layer
-from dsaccel.quant.linear import keep_dtypes, wrong_dtypes
+from dsaccel.quant.codes import HoldsCodes
 from dskernels.checks import wrong_type, wrong_value
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class QuantizedEmbedding(nn.Module):
+class QuantizedEmbedding(HoldsCodes):
     """`nn.Embedding` with int8 rows: ``out[i] = scale[ids[i]] * qweight[ids[i]]``, in float32, rounded once.
 
     The rows of an embedding are the rows of a linear layer's weight, so that the head of a language model and the
@@ -98,17 +95,3 @@ class QuantizedEmbedding(nn.Module):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, scheme={self.scheme}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        before: dict[str, Tensor | None] = {"qweight": self.qweight, "scale": self.scale}
-        super()._apply(fn, recurse)
-        keep_dtypes(self, before)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        wrong = wrong_dtypes(self, state_dict, prefix)
-        if wrong:
-            # The last argument is the list of messages that load_state_dict raises.
-            args[-1].extend(wrong)
-            return
-        super()._load_from_state_dict(state_dict, prefix, *args)

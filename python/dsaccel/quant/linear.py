@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +9,11 @@ from torch import Tensor, nn
 
 import dskernels as dk
 from dsaccel.quant.arguments import check_layer
-from dskernels.checks import shape_of, wrong_type, wrong_value
+from dsaccel.quant.codes import HoldsCodes
+from dskernels.checks import wrong_type
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(HoldsCodes):
     """`nn.Linear` with a quantized weight: ``out = dskernels.quantized_matmul(x, weight, bias)``.
 
     The state dict holds plain tensors in the layout of `dskernels.QuantizedWeight` under the names ``qweight``,
@@ -155,38 +155,3 @@ class QuantizedLinear(nn.Module):
         if self.scheme.startswith("int4"):
             parts.append(f"group_size={self.group_size}, symmetric={self.zero_point is None}")
         return ", ".join([*parts, f"bias={self.bias is not None}"])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Every .to(), .half() and .type() ends here. Codes and scales are moved from the tensors as they were: nothing
-        # is rounded on the way.
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        keep_dtypes(self, before)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        wrong = wrong_dtypes(self, state_dict, prefix)
-        if wrong:
-            # The last argument is the list of messages that load_state_dict raises.
-            args[-1].extend(wrong)
-            return
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def keep_dtypes(module: nn.Module, before: dict[str, Tensor | None]) -> None:
-    """Gives the buffers of ``module`` the dtypes and values of ``before``, on the devices where they are now."""
-    for name, old in before.items():
-        new = module._buffers[name]
-        if old is not None and new is not None and new.dtype != old.dtype:
-            module._buffers[name] = old.to(new.device)
-
-
-def wrong_dtypes(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> list[str]:
-    """What to say about tensors for the buffers of ``module`` whose dtypes differ: copying would reinterpret codes, and
-    assigning would leave scales that no kernel takes."""
-    messages = []
-    for name, buffer in module._buffers.items():
-        value = state_dict.get(prefix + name)
-        if buffer is not None and isinstance(value, Tensor) and value.dtype != buffer.dtype:
-            messages.append(str(wrong_value(prefix + name, str(buffer.dtype), f"{value.dtype} {shape_of(value)}")))
-    return messages

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsaccel.quant.linear import keep_dtypes
+from dsaccel.quant.codes import keep_dtypes
 from dskernels.checks import is_integer, is_number, shape_of, wrong_type, wrong_value
 
 LARGEST_CODE = 127.0
