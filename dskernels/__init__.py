@@ -4,7 +4,8 @@ from dskernels._library import build_info, load_compiled
 from dskernels._registry import explain, use_backend
 from dskernels.clip_and_scale import GradNorm, clip_and_scale_, grad_norm
 from dskernels.quantized_matmul import QuantizedWeight, quantize_weight, quantized_matmul, round_activations
-from dskernels.rope import RopeTable, rope_table
+from dskernels.rope import RopeTable, rope_table, rope_table_2d
+from dskernels.swin_attention import swin_attention
 from dskernels.window_attention import window_attention, window_attention_decode, window_attention_varlen
 
 __version__ = "0.1.0"
@@ -21,7 +22,9 @@ __all__ = [
     "quantize_weight",
     "quantized_matmul",
     "rope_table",
+    "rope_table_2d",
     "round_activations",
+    "swin_attention",
     "use_backend",
     "window_attention",
     "window_attention_decode",

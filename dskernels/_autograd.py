@@ -132,7 +132,7 @@ def _has_derivative(arguments: tuple[Any, ...]) -> bool:
 
 def one_by_one(
     operator: torch._ops.OpOverload, info: Any, in_dims: tuple[int | None, ...], *arguments: Any
-) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+) -> tuple[Any, Any]:
     """A vmap rule for every operator: a call for each element of the mapped dimension."""
 
     def element(x: Any, dim: int | None, i: int) -> Any:
@@ -144,5 +144,7 @@ def one_by_one(
     results = []
     for i in range(max(info.batch_size, 1)):
         results.append(operator(*(element(x, dim, i) for x, dim in zip(arguments, in_dims, strict=True))))
+    if isinstance(results[0], Tensor):
+        return torch.stack(results)[: info.batch_size], 0
     stacked = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)

@@ -16,8 +16,8 @@ class RopeTable(NamedTuple):
     """Cosines and sines of rotary position embeddings; row ``p`` belongs to position ``p``.
 
     Attributes:
-        cos: shape ``[P, rotary_dim / 2]``, float32.
-        sin: shape ``[P, rotary_dim / 2]``, float32.
+        cos: shape ``[P, rotary_dim / 2]``, float32; for `swin_attention` also ``[heads, P, rotary_dim / 2]``.
+        sin: shape of ``cos``, float32.
         interleaved: which components form the pairs: ``(2i, 2i + 1)`` if true, else ``(i, i + rotary_dim / 2)``.
     """
 
@@ -33,7 +33,7 @@ class RopeTable(NamedTuple):
     @property
     def max_positions(self) -> int:
         """How many positions the table holds."""
-        return self.cos.shape[0]
+        return self.cos.shape[-2]
 
     def rotate(self, x: Tensor, positions: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """Tokens rotated at their positions as the ops do it inside; for keys that a cache keeps rotated.
@@ -146,21 +146,94 @@ def rope_table(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, equations 14, 15 and 34.
     """
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
-    for name, value in (("head_dim", head_dim), ("max_positions", max_positions), ("rotary_dim", rotary_dim)):
+    _check_sizes(head_dim=head_dim, max_positions=max_positions, rotary_dim=rotary_dim)
+    if rotary_dim % 2 or rotary_dim > head_dim:
+        raise wrong_value("rotary_dim", f"an even number up to head_dim = {head_dim}", rotary_dim)
+    _check_rotation(theta, interleaved)
+    check_scaling(scaling)
+    frequencies = float(theta) ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / -rotary_dim)
+    frequencies, factor = stretched(Rope(frequencies, float(theta), max_positions), scaling)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)
+    return RopeTable((factor * angles.cos()).float(), (factor * angles.sin()).float(), interleaved)
+
+
+def rope_table_2d(
+    head_dim: int,
+    height: int,
+    width: int,
+    *,
+    theta: float = 100.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+) -> RopeTable:
+    """Builds the table of axial rotary position embeddings for the tokens of a ``height`` x ``width`` window.
+
+    Row ``y * width + x`` belongs to the token in row ``y`` and column ``x``. Of its ``rotary_dim / 2`` pairs the first
+    half turns with the row and the second with the column: pairs ``i`` and ``i + rotary_dim / 4`` are rotated by ``y *
+    f[i]`` and ``x * f[i]``, where ``f[i] = theta ** (-4 i / rotary_dim)``. Angles, cosines and sines are computed in
+    float64 and stored in float32.
+
+    Args:
+        head_dim: components of a head.
+        height: rows of the window.
+        width: columns of the window.
+        theta: the base of the frequencies. Default: 100, for positions far fewer than those of a text.
+        rotary_dim: how many of the first components are rotated, a multiple of 4 up to ``head_dim``; the rest pass
+            unchanged. Default: ``head_dim``.
+        interleaved: pairs ``(2i, 2i + 1)`` instead of ``(i, i + rotary_dim / 2)``. Default: False.
+
+    Returns:
+        A `RopeTable` of ``height * width`` positions on torch's default device.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a size is not positive, ``rotary_dim`` is no multiple of 4 or above ``head_dim``, or ``theta`` is
+            not positive.
+
+    Source: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024, section 3.2 (axial frequency), with
+    the pairs of an axis side by side instead of in turns.
+    """
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    _check_sizes(head_dim=head_dim, height=height, width=width, rotary_dim=rotary_dim)
+    if rotary_dim % 4 or rotary_dim > head_dim:
+        raise wrong_value("rotary_dim", f"a multiple of 4 up to head_dim = {head_dim}", rotary_dim)
+    _check_rotation(theta, interleaved)
+    frequencies = float(theta) ** (torch.arange(0, rotary_dim, 4, dtype=torch.float64) / -rotary_dim)
+    by_row, by_column = (torch.outer(torch.arange(n, dtype=torch.float64), frequencies) for n in (height, width))
+    angles = torch.cat((by_row.repeat_interleave(width, 0), by_column.repeat(height, 1)), 1)
+    return RopeTable(angles.cos().float(), angles.sin().float(), interleaved)
+
+
+def check_rope(rope: RopeTable, tensor: Tensor, name: str, head_dim: int) -> None:
+    """Whether ``rope`` is a table that can rotate heads of ``tensor``, which messages call ``name``."""
+    if not isinstance(rope, RopeTable):
+        raise wrong_type("rope", "a RopeTable, as made by rope_table or rope_table_2d, or None", rope)
+    for part, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
+        if table.dtype != torch.float32:
+            raise wrong_value(part, "dtype float32 (a module's .to(dtype) converts its buffers too)", table.dtype)
+        if table.device != tensor.device:
+            raise wrong_value(part, f"the device of {name}, {tensor.device}", table.device)
+        if table.requires_grad:
+            raise wrong_value(part, "a table without gradient", "requires_grad=True")
+    if rope.cos.dim() not in (2, 3) or rope.sin.shape != rope.cos.shape:
+        expected = "cos and sin of one shape [P, rotary_dim / 2]"
+        raise wrong_value("rope", expected, f"{shape_of(rope.cos)}, {shape_of(rope.sin)}")
+    if rope.rotary_dim > head_dim:
+        raise wrong_value("rope", f"rotary_dim up to the head dimension {head_dim}", rope.rotary_dim)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
         if not is_integer(value):
             raise wrong_type(name, "an int", value)
         if value < 1:
             raise wrong_value(name, "a positive number", value)
-    if rotary_dim % 2 or rotary_dim > head_dim:
-        raise wrong_value("rotary_dim", f"an even number up to head_dim = {head_dim}", rotary_dim)
+
+
+def _check_rotation(theta: float, interleaved: bool) -> None:
     if not is_number(theta):
         raise wrong_type("theta", "a number", theta)
     if not theta > 0:
         raise wrong_value("theta", "a positive number", theta)
     if not isinstance(interleaved, bool):
         raise wrong_type("interleaved", "a bool", interleaved)
-    check_scaling(scaling)
-    frequencies = float(theta) ** (torch.arange(0, rotary_dim, 2, dtype=torch.float64) / -rotary_dim)
-    frequencies, factor = stretched(Rope(frequencies, float(theta), max_positions), scaling)
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)
-    return RopeTable((factor * angles.cos()).float(), (factor * angles.sin()).float(), interleaved)

@@ -23,7 +23,10 @@ SIGNATURES = {
     "quantize_weight": "(weight, scheme, *, group_size=None, symmetric=True, input_scale=None)",
     "quantized_matmul": "(x, weight, bias=None, *, backend=None)",
     "rope_table": "(head_dim, max_positions, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None)",
+    "rope_table_2d": "(head_dim, height, width, *, theta=100.0, rotary_dim=None, interleaved=False)",
     "round_activations": "(x, scheme, *, input_scale=None)",
+    "swin_attention": "(qkv, *, window_size, shift=0, num_heads, bias=None, rope=None, logit_scale=None, scale=None,"
+    " padding='mask', pad_qkv=None, backend=None)",
     "use_backend": "(backend)",
     "window_attention": "(q, k, v, *, window=(None, None), rope=None, positions=None, bias=None, sink=None,"
     " softcap=None, scale=None, query_offset=None, return_lse=False, backend=None)",
@@ -32,7 +35,13 @@ SIGNATURES = {
     "window_attention_varlen": "(q, k, v, cu_seqlens_q, cu_seqlens_k, *, window=(None, None), rope=None, sink=None,"
     " softcap=None, scale=None, return_lse=False, backend=None)",
 }
-OPERATORS = ("quantized_matmul", "window_attention", "window_attention_decode", "window_attention_varlen")
+OPERATORS = (
+    "quantized_matmul",
+    "swin_attention",
+    "window_attention",
+    "window_attention_decode",
+    "window_attention_varlen",
+)
 
 
 def test_exported_names() -> None:

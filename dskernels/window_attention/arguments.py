@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
 from dskernels.checks import is_integer, is_number, shape_of, wrong_type, wrong_value
-from dskernels.rope import RopeTable, check_in_table
+from dskernels.rope import RopeTable, check_in_table, check_rope
 from dskernels.window_attention.reference import compute_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -70,7 +70,7 @@ def prepare(
         if positions is not None:
             raise wrong_value("positions", "None without rope", "a tensor")
         return WindowAttentionCall(q, k, v, None, None, None, bias, sink, left, right, offset, scale, softcap, False)
-    check_rope(rope, q)
+    check_table(rope, q)
     if positions is None:
         _check_range(rope, q, k, offset)
     else:
@@ -196,22 +196,10 @@ def checked_sink(sink: Tensor | None, q: Tensor) -> Tensor | None:
     return sink.to(compute_dtype(q)).contiguous()
 
 
-def check_rope(rope: RopeTable, q: Tensor) -> None:
-    if not isinstance(rope, RopeTable):
-        raise wrong_type("rope", "a RopeTable, as made by rope_table, or None", rope)
-    for name, table in (("rope.cos", rope.cos), ("rope.sin", rope.sin)):
-        if table.dtype != torch.float32:
-            raise wrong_value(name, "dtype float32 (a module's .to(dtype) converts its buffers too)", table.dtype)
-        if table.device != q.device:
-            raise wrong_value(name, f"the device of q, {q.device}", table.device)
-        if table.requires_grad:
-            raise wrong_value(name, "a table without gradient", "requires_grad=True")
-    if rope.cos.dim() != 2 or rope.sin.shape != rope.cos.shape:
-        raise wrong_value(
-            "rope", "cos and sin of one shape [P, rotary_dim / 2]", f"{shape_of(rope.cos)}, {shape_of(rope.sin)}"
-        )
-    if 2 * rope.cos.shape[1] > q.shape[-1]:
-        raise wrong_value("rope", f"rotary_dim up to the head dimension {q.shape[-1]}", rope.rotary_dim)
+def check_table(rope: RopeTable, q: Tensor) -> None:
+    check_rope(rope, q, "q", q.shape[-1])
+    if rope.cos.dim() != 2:
+        raise wrong_value("rope", "a table [P, rotary_dim / 2], one for all heads", f"shape {shape_of(rope.cos)}")
 
 
 def _check_range(rope: RopeTable, q: Tensor, k: Tensor, offset: int) -> None:

@@ -16,8 +16,8 @@ from dskernels.window_attention.arguments import (
     check_dtype,
     check_layout,
     check_return_lse,
-    check_rope,
     check_same,
+    check_table,
     checked_scale,
     checked_sink,
     checked_softcap,
@@ -203,7 +203,7 @@ def _prepare(
     cos = sin = None
     interleaved = False
     if rope is not None:
-        check_rope(rope, q)
+        check_table(rope, q)
         cos, sin, interleaved = rope.cos.contiguous(), rope.sin.contiguous(), rope.interleaved
     if is_readable(cache_lengths):
         rows = None if rope is None else rope.max_positions

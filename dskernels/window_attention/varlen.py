@@ -16,7 +16,7 @@ from dskernels.window_attention.arguments import (
     check_kinds,
     check_layout,
     check_return_lse,
-    check_rope,
+    check_table,
     checked_scale,
     checked_sink,
     checked_softcap,
@@ -201,7 +201,7 @@ def _prepare(
     sink = checked_sink(sink, q)
     if rope is None:
         return VarlenCall(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, sink, *options, False)
-    check_rope(rope, q)
+    check_table(rope, q)
     if is_readable(cu_seqlens_q) and is_readable(cu_seqlens_k):
         _check_positions(rope, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
