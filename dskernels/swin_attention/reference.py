@@ -38,7 +38,8 @@ def partition(x: Tensor, window: Window) -> Tensor:
     x = torch.nn.functional.pad(x, (0, 0, left, right, top, bottom))
     rows, columns = x.shape[1] // window.height, x.shape[2] // window.width
     x = x.reshape(x.shape[0], rows, window.height, columns, window.width, x.shape[3])
-    return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], rows * columns, -1, x.shape[5])
+    tokens = window.height * window.width
+    return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], rows * columns, tokens, x.shape[5])
 
 
 def merge(x: Tensor, window: Window, height: int, width: int) -> Tensor:
