@@ -13,7 +13,7 @@
 namespace dskernels {
 namespace {
 
-constexpr int64_t kBackwardWork = 32, kBackwardMostTasks = 128;
+constexpr int64_t kBackwardCells = 6, kBackwardMostTasks = 128;
 
 // weights <- P and grad_weights <- dS, from scores and dP; dS is also added to `table` unless that is null.
 DSKERNELS_NOINLINE void softmax_backward(int64_t keys, int vectors, float* weights, float* grad_weights, float* table,
@@ -80,27 +80,16 @@ class BackwardTask {
     for (int64_t i = 0; i < forward_.window_height * forward_.window_width; ++i) ones_[i] = 1.0f;
   }
 
-  void run(const Cell& cell) {
-    image_.find(forward_.qkv, cell);
-    result_.find(args_.grad_out, cell);
-    gradient_.find(args_.grad_qkv, cell);
-    if (cell.kind != kind_) begin_kind(cell);
-    for (int64_t h = 0; h < heads_; ++h) run_head(h);
-  }
-
   // Adds what the kind of cell so far has summed to the task's part.
   void end_kind() {
-    if (args_.grad_bias == nullptr || kind_ < 0) return;
-    for (int64_t h = 0; h < heads_; ++h) {
+    for (int64_t h = 0; args_.grad_bias != nullptr && h < heads_; ++h) {
       flush_grad_bias(forward_, places_, grad_biases_ + h * table_floats(forward_), rows_,
                       shared_ + h * shared_floats(args_));
     }
   }
 
- private:
   void begin_kind(const Cell& cell) {
     end_kind();
-    kind_ = cell.kind;
     places_.find(forward_, cell);
     for (int64_t h = 0; forward_.bias != nullptr && h < heads_; ++h) {
       load_bias(forward_, places_, first_head_ + h, rows_, biases_ + h * table_floats(forward_));
@@ -110,67 +99,79 @@ class BackwardTask {
     }
   }
 
-  void run_head(int64_t h) {
+  // Head h of the cell whose tokens lie at tokens[0] in qkv, at tokens[1] in grad_out and at tokens[2] in grad_qkv.
+  void run_head(const Tokens* tokens, int64_t h, const Coming& coming) {
     const int64_t dim = forward_.dim, channels = forward_.heads * dim, channel = (first_head_ + h) * dim;
     const Embedding embedding(forward_, first_head_ + h, places_);
-    load(embedding, channel, channels);
-    for (int64_t begin = 0; begin < places_.count; begin += kTile) run_tile(h, begin, embedding);
+    Prefetcher prefetcher;
+    if (coming.tokens != nullptr) {
+      const int64_t next = (first_head_ + coming.head) * dim;
+      for (int part = 0; part < 3; ++part) {
+        prefetcher.add(coming.tokens[0], part * channels + next, dim, false);
+        prefetcher.add(coming.tokens[2], part * channels + next, dim, true);
+      }
+      prefetcher.add(coming.tokens[1], next, dim, false);
+    }
+    load(tokens, embedding, channel, channels);
+    for (int64_t begin = 0; begin < places_.count; begin += kTile) run_tile(h, begin, embedding, prefetcher);
     if (!embedding.is_identity()) {
       const float along = embedding.apply_backward(q_, norms_q_, grad_q_.rows());
       embedding.apply_backward(k_, norms_k_, grad_k_.rows());
       if (args_.grad_logit_scale != nullptr) shared_[(h + 1) * shared_floats(args_) - 1] += along;
     }
-    grad_q_.finish(gradient_, channel, dim);
-    grad_k_.finish(gradient_, channels + channel, dim);
-    grad_v_.finish(gradient_, 2 * channels + channel, dim);
+    grad_q_.finish(tokens[2], channel, dim);
+    grad_k_.finish(tokens[2], channels + channel, dim);
+    grad_v_.finish(tokens[2], 2 * channels + channel, dim);
   }
 
-  void load(const Embedding& embedding, int64_t channel, int64_t channels) {
+ private:
+  void load(const Tokens* tokens, const Embedding& embedding, int64_t channel, int64_t channels) {
+    const Tokens &image = tokens[0], &result = tokens[1], &gradient = tokens[2];
     const int64_t dim = forward_.dim;
-    const bool identity = embedding.is_identity(), in_place = image_.in_place(dim);
-    q_.load(image_, channel, dim, in_place && identity);
-    k_.load(image_, channels + channel, dim, in_place && identity);
-    v_.load(image_, 2 * channels + channel, dim, in_place);
-    grad_out_.load(result_, channel, dim, result_.in_place(dim));
+    const bool identity = embedding.is_identity(), in_place = image.in_place(dim);
+    q_.load(image, channel, dim, in_place && identity);
+    k_.load(image, channels + channel, dim, in_place && identity);
+    v_.load(image, 2 * channels + channel, dim, in_place);
+    grad_out_.load(result, channel, dim, result.in_place(dim));
     if (!identity) {
       embedding.apply(q_, norms_q_);
       embedding.apply(k_, norms_k_);
     }
     // Sums over several tiles of queries are kept in scratch.
-    const bool direct = gradient_.in_place(dim), one_tile = places_.count <= kTile;
-    grad_q_.begin(gradient_, channel, direct && identity);
-    grad_k_.begin(gradient_, channels + channel, direct && identity && one_tile);
-    grad_v_.begin(gradient_, 2 * channels + channel, direct && one_tile);
+    const bool direct = gradient.in_place(dim), one_tile = places_.count <= kTile;
+    grad_q_.begin(gradient, channel, direct && identity);
+    grad_k_.begin(gradient, channels + channel, direct && identity && one_tile);
+    grad_v_.begin(gradient, 2 * channels + channel, direct && one_tile);
     // With cosine attention the factor comes in when the normalization is taken back.
     for (int64_t i = 0; i < places_.count; ++i) {
       factors_[i] = forward_.logit_scale == nullptr ? embedding.factor() : 1.0f;
     }
   }
 
-  void run_tile(int64_t h, int64_t begin, const Embedding& embedding) {
+  void run_tile(int64_t h, int64_t begin, const Embedding& embedding, Prefetcher& prefetcher) {
     const int64_t dim = forward_.dim, keys = places_.count, queries = min_of(int64_t{kTile}, keys - begin);
     const int vectors = tile_vectors(queries), dim_vectors = tile_vectors(dim);
     const int64_t table = h * table_floats(forward_) + begin * keys;
     transpose_rows(q_.rows() + begin, queries, dim, embedding.factor(), queries_);
     transpose_rows(grad_out_.rows() + begin, queries, dim, 1.0f, grad_outs_);
-    biased_scores(k_.rows(), keys, queries_, dim, vectors, forward_.bias == nullptr ? nullptr : biases_ + table,
-                  weights_, softmax_.maximum);
-    plain_scores(v_.rows(), keys, grad_outs_, dim, vectors, grad_weights_);
+    scores(k_.rows(), keys, queries_, dim, vectors, forward_.bias == nullptr ? nullptr : biases_ + table, weights_,
+           softmax_.maximum, prefetcher);
+    VecF unused[kTile / kLanes];
+    scores(v_.rows(), keys, grad_outs_, dim, vectors, nullptr, grad_weights_, unused, prefetcher);
     softmax_backward(keys, vectors, weights_, grad_weights_,
                      args_.grad_bias == nullptr ? nullptr : grad_biases_ + table, softmax_);
-    sum_rows<kTile, 1>(weights_, keys, grad_out_.rows() + begin, queries, dim_vectors, grad_v_.rows(), ones_,
-                       begin > 0);
+    sum_rows<kTile, 1>(weights_, keys, grad_out_.rows() + begin, queries, dim_vectors, grad_v_.rows(), ones_, begin > 0,
+                       prefetcher);
     sum_rows<kTile, 1>(grad_weights_, keys, q_.rows() + begin, queries, dim_vectors, grad_k_.rows(), factors_,
-                       begin > 0);
-    sum_rows<1, kTile>(grad_weights_, queries, k_.rows(), keys, dim_vectors, grad_q_.rows() + begin, factors_, false);
+                       begin > 0, prefetcher);
+    sum_rows<1, kTile>(grad_weights_, queries, k_.rows(), keys, dim_vectors, grad_q_.rows() + begin, factors_, false,
+                       prefetcher);
   }
 
   const SwinAttentionBackwardArgs& args_;
   const SwinAttentionArgs& forward_;
   int64_t first_head_, heads_;
   float* shared_;
-  int kind_ = -1;
-  Tokens image_, result_, gradient_;
   Places places_;
   Rows q_, k_, v_, grad_out_;
   Results grad_q_, grad_k_, grad_v_;
@@ -181,7 +182,7 @@ class BackwardTask {
 
 inline Division divide_backward(const SwinAttentionBackwardArgs& args, const Grid& grid) {
   const int64_t tables = (args.forward.bias == nullptr ? 0 : 1) + (args.grad_bias == nullptr ? 0 : 1);
-  return Division(args.forward, grid, tables * table_floats(args.forward), kBackwardWork, kBackwardMostTasks);
+  return Division(args.forward, grid, tables * table_floats(args.forward), kBackwardCells, kBackwardMostTasks);
 }
 
 inline SwinAttentionPlan plan_backward(const SwinAttentionBackwardArgs& args) {
@@ -200,7 +201,10 @@ inline void run_backward(const SwinAttentionBackwardArgs& args, int64_t task, vo
   Carver carver(scratch);
   BackwardTask backward(args, share.head_begin, share.heads(), shared, carver);
   backward.begin();
-  for (int64_t i = share.cell_begin; i < share.cell_end; ++i) backward.run(grid.cell(i));
+  const View4 views[] = {args.forward.qkv, args.grad_out, args.grad_qkv};
+  walk(
+      grid, share, views, [&](const Cell& cell) { backward.begin_kind(cell); },
+      [&](const Tokens* tokens, int64_t h, const Coming& coming) { backward.run_head(tokens, h, coming); });
   backward.end_kind();
 }
 

@@ -6,8 +6,7 @@
 namespace dskernels {
 namespace {
 
-// Heads of cells that make a task worth its tables.
-constexpr int64_t kForwardWork = 24, kForwardMostTasks = 1024;
+constexpr int64_t kForwardCells = 4, kForwardMostTasks = 1024;
 
 // The softmax of a tile, a vector of queries in each.
 struct Softmax {
@@ -23,31 +22,6 @@ struct Softmax {
 
   DSKERNELS_INLINE void set_sum(int v, VecF sum) { store(inverse + v * kLanes, sum == VecF{} ? VecF{} : 1.0f / sum); }
 };
-
-// The scores of a tile, with their bias, and the maximum of each query. `bias` is null or the tile's table.
-DSKERNELS_NOINLINE void biased_scores(const float* const* keys, int64_t count, const float* queries, int64_t dim,
-                                      int vectors, const float* bias, float* out, VecF* maximum) {
-  for (int v = 0; v < vectors; ++v) maximum[v] = broadcast(-kInfinity);
-  if (bias == nullptr) {
-    scores(keys, count, queries, dim, vectors, out, [&](int64_t, int v, VecF sum) __attribute__((always_inline)) {
-      maximum[v] = vmax(maximum[v], sum);
-      return sum;
-    });
-    return;
-  }
-  scores(keys, count, queries, dim, vectors, out, [&](int64_t j, int v, VecF sum) __attribute__((always_inline)) {
-    sum += load(bias + j * kTile + v * kLanes);
-    maximum[v] = vmax(maximum[v], sum);
-    return sum;
-  });
-}
-
-// Products without bias and maximum.
-DSKERNELS_NOINLINE void plain_scores(const float* const* keys, int64_t count, const float* queries, int64_t dim,
-                                     int vectors, float* out) {
-  scores(keys, count, queries, dim, vectors, out,
-         [](int64_t, int, VecF sum) __attribute__((always_inline)) { return sum; });
-}
 
 // Replaces scores by weights that are yet to be divided by their sum.
 DSKERNELS_NOINLINE void exponentiate(int64_t keys, int vectors, float* scores, Softmax& softmax) {
@@ -92,51 +66,49 @@ class ForwardTask {
     biases_ = carver.floats(args.bias == nullptr ? 0 : heads * table_floats(args));
   }
 
-  void run(const Cell& cell) {
-    image_.find(args_.qkv, cell);
-    result_.find(args_.out, cell);
-    if (cell.kind != kind_) begin_kind(cell);
-    for (int64_t h = 0; h < heads_; ++h) run_head(h);
-  }
-
- private:
   void begin_kind(const Cell& cell) {
-    kind_ = cell.kind;
     places_.find(args_, cell);
     for (int64_t h = 0; args_.bias != nullptr && h < heads_; ++h) {
       load_bias(args_, places_, first_head_ + h, bias_rows_, biases_ + h * table_floats(args_));
     }
   }
 
-  void run_head(int64_t h) {
+  // Head h of the cell whose tokens lie at tokens[0] in qkv and at tokens[1] in out.
+  void run_head(const Tokens* tokens, int64_t h, const Coming& coming) {
+    const Tokens &image = tokens[0], &result = tokens[1];
     const int64_t channels = args_.heads * args_.dim, channel = (first_head_ + h) * args_.dim, count = places_.count;
+    Prefetcher prefetcher;
+    if (coming.tokens != nullptr) {
+      const int64_t next = (first_head_ + coming.head) * args_.dim;
+      for (int part = 0; part < 3; ++part) prefetcher.add(coming.tokens[0], part * channels + next, args_.dim, false);
+      prefetcher.add(coming.tokens[1], next, args_.dim, true);
+    }
     const Embedding embedding(args_, first_head_ + h, places_);
-    const bool in_place = image_.in_place(args_.dim);
-    q_.load(image_, channel, args_.dim, in_place && embedding.is_identity());
-    k_.load(image_, channels + channel, args_.dim, in_place && embedding.is_identity());
-    v_.load(image_, 2 * channels + channel, args_.dim, in_place);
+    const bool in_place = image.in_place(args_.dim);
+    q_.load(image, channel, args_.dim, in_place && embedding.is_identity());
+    k_.load(image, channels + channel, args_.dim, in_place && embedding.is_identity());
+    v_.load(image, 2 * channels + channel, args_.dim, in_place);
     if (!embedding.is_identity()) {
       embedding.apply(q_, norms_);
       embedding.apply(k_, norms_);
     }
-    out_.begin(result_, channel, result_.in_place(args_.dim));
+    out_.begin(result, channel, result.in_place(args_.dim));
     for (int64_t begin = 0; begin < count; begin += kTile) {
       const int64_t queries = min_of(int64_t{kTile}, count - begin);
       const int vectors = tile_vectors(queries);
       const float* bias = args_.bias == nullptr ? nullptr : biases_ + h * table_floats(args_) + begin * count;
       transpose_rows(q_.rows() + begin, queries, args_.dim, embedding.factor(), queries_);
-      biased_scores(k_.rows(), count, queries_, args_.dim, vectors, bias, scores_, softmax_.maximum);
+      scores(k_.rows(), count, queries_, args_.dim, vectors, bias, scores_, softmax_.maximum, prefetcher);
       exponentiate(count, vectors, scores_, softmax_);
       sum_rows<1, kTile>(scores_, queries, v_.rows(), count, tile_vectors(args_.dim), out_.rows() + begin,
-                         softmax_.inverse, false);
+                         softmax_.inverse, false, prefetcher);
     }
-    out_.finish(result_, channel, args_.dim);
+    out_.finish(result, channel, args_.dim);
   }
 
+ private:
   const SwinAttentionArgs& args_;
   int64_t first_head_, heads_;
-  int kind_ = -1;
-  Tokens image_, result_;
   Places places_;
   Rows q_, k_, v_;
   Results out_;
@@ -145,7 +117,7 @@ class ForwardTask {
 };
 
 inline Division divide_forward(const SwinAttentionArgs& args, const Grid& grid) {
-  return Division(args, grid, args.bias == nullptr ? 0 : table_floats(args), kForwardWork, kForwardMostTasks);
+  return Division(args, grid, args.bias == nullptr ? 0 : table_floats(args), kForwardCells, kForwardMostTasks);
 }
 
 inline SwinAttentionPlan plan_forward(const SwinAttentionArgs& args) {
@@ -160,7 +132,10 @@ inline void run_forward(const SwinAttentionArgs& args, int64_t task, void* scrat
   const Share share(args, grid, divide_forward(args, grid), task);
   Carver carver(scratch);
   ForwardTask forward(args, share.head_begin, share.heads(), carver);
-  for (int64_t i = share.cell_begin; i < share.cell_end; ++i) forward.run(grid.cell(i));
+  const View4 views[] = {args.qkv, args.out};
+  walk(
+      grid, share, views, [&](const Cell& cell) { forward.begin_kind(cell); },
+      [&](const Tokens* tokens, int64_t h, const Coming& coming) { forward.run_head(tokens, h, coming); });
 }
 
 }  // namespace

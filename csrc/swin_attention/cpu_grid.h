@@ -10,6 +10,9 @@
 namespace dskernels {
 namespace {
 
+constexpr int kMostTokens = 256;  // of a window
+constexpr int kMostDim = 256;     // of a head
+
 // Cells of one axis, [begin, end), all of one length.
 struct Segment {
   int64_t begin, end;
@@ -93,14 +96,14 @@ class Grid {
 struct Division {
   int64_t groups, chunks;
 
-  // `table_floats` are kept for each head of a task, and should stay in the cache. `wanted` heads of cells make a task
-  // long enough that its tables cost little.
-  Division(const SwinAttentionArgs& args, const Grid& grid, int64_t table_floats, int64_t wanted, int64_t most_tasks) {
-    constexpr int64_t kTables = 32 << 10;
+  // `table_floats` are kept for each head of a task, and should stay in the cache. They are made once a task, which
+  // costs little beside `cells` cells.
+  Division(const SwinAttentionArgs& args, const Grid& grid, int64_t table_floats, int64_t cells, int64_t most_tasks) {
+    constexpr int64_t kTables = 32 << 10, kFewestTasks = 16;
     const int64_t together = clamp_to(kTables / max_of(table_floats, int64_t{1}), int64_t{1}, args.heads);
     groups = (args.heads + together - 1) / together;
-    const int64_t tasks = clamp_to(grid.cells() * args.heads / wanted, int64_t{1}, most_tasks);
-    chunks = clamp_to((tasks + groups - 1) / groups, int64_t{1}, max_of(grid.cells(), int64_t{1}));
+    chunks = clamp_to(grid.cells() / cells, int64_t{1}, max_of(most_tasks / groups, int64_t{1}));
+    groups = max_of(groups, min_of(args.heads, kFewestTasks / chunks));
   }
 
   int64_t tasks() const { return groups * chunks; }

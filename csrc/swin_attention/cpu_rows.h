@@ -5,7 +5,6 @@
 #include "common/rope.h"
 #include "common/rows.h"
 #include "swin_attention/cpu_grid.h"
-#include "swin_attention/cpu_tile.h"
 
 namespace dskernels {
 namespace {
@@ -26,11 +25,15 @@ class Tokens {
   }
 
   int64_t count() const { return count_; }
+  int64_t element_bytes() const { return size_of(view_.element); }
+  bool is_dense() const { return view_.stride[3] == 1; }
 
   // Whether rows of `dim` channels can be read as whole vectors of floats where they lie.
   bool in_place(int64_t dim) const {
     return view_.element == Element::kFloat32 && view_.stride[3] == 1 && dim % kLanes == 0;
   }
+
+  const char* address(int64_t i) const { return address_[i]; }
 
   char* row(int64_t i, int64_t channel) const {
     return address_[i] + channel * view_.stride[3] * size_of(view_.element);
@@ -50,6 +53,78 @@ class Tokens {
   View4 view_;
   int64_t count_;
   char* address_[kMostTokens];
+};
+
+// What a walk comes to next: a head of some cell, or nothing.
+struct Coming {
+  const Tokens* tokens;
+  int64_t head;
+};
+
+// Visits a task's cells, and in each its heads. `views` are the tensors in which tokens are looked up.
+template <int kViews, class BeginKind, class RunHead>
+inline void walk(const Grid& grid, const Share& share, const View4 (&views)[kViews], const BeginKind& begin_kind,
+                 const RunHead& run_head) {
+  Tokens tokens[2][kViews];
+  const auto find = [&](int64_t i) {
+    const Cell cell = grid.cell(i);
+    for (int view = 0; view < kViews; ++view) tokens[i & 1][view].find(views[view], cell);
+    return cell.kind;
+  };
+  int kind = -1, next_kind = share.cell_begin < share.cell_end ? find(share.cell_begin) : -1;
+  for (int64_t i = share.cell_begin; i < share.cell_end; ++i) {
+    if (kind != next_kind) begin_kind(grid.cell(i));
+    kind = next_kind;
+    const bool is_last = i + 1 == share.cell_end;
+    if (!is_last) next_kind = find(i + 1);
+    for (int64_t h = 0; h < share.heads(); ++h) {
+      const bool stays = h + 1 < share.heads();
+      const Coming coming{stays ? tokens[i & 1] : is_last ? nullptr : tokens[(i + 1) & 1], stays ? h + 1 : 0};
+      run_head(tokens[i & 1], h, coming);
+    }
+  }
+}
+
+// Asks for the rows of the next head while this one is computed, a few at each step of its products: asked for all at
+// once they would fill the line buffers and be waited for, and runs this short escape the hardware's prefetcher.
+class Prefetcher {
+ public:
+  // The rows from `channel` on; `write` asks for ownership of their lines.
+  void add(const Tokens& tokens, int64_t channel, int64_t dim, bool write) {
+    if (!tokens.is_dense()) return;
+    streams_[count_++] = {&tokens, channel * tokens.element_bytes(), dim * tokens.element_bytes(), write};
+  }
+
+  DSKERNELS_NOINLINE void step() {
+    if (count_ == 0 || next_ >= streams_[0].tokens->count()) return;
+    const int64_t end = min_of(next_ + kTokensAStep, streams_[0].tokens->count());
+    for (int s = 0; s < count_; ++s) {
+      const Stream& stream = streams_[s];
+      for (int64_t i = next_; i < end; ++i) {
+        const char* row = stream.tokens->address(i) + stream.offset;
+        for (int64_t byte = 0; byte < stream.bytes; byte += 64) {
+          if (stream.write) {
+            __builtin_prefetch(row + byte, 1, 3);
+          } else {
+            __builtin_prefetch(row + byte, 0, 2);
+          }
+        }
+      }
+    }
+    next_ = end;
+  }
+
+ private:
+  struct Stream {
+    const Tokens* tokens;
+    int64_t offset, bytes;
+    bool write;
+  };
+  static constexpr int64_t kTokensAStep = 2;
+  static constexpr int kMaxStreams = 7;
+  Stream streams_[kMaxStreams];
+  int count_ = 0;
+  int64_t next_ = 0;
 };
 
 // Rows of floats to read: those of one head of a cell, in place or in scratch.

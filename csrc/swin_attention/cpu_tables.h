@@ -1,7 +1,7 @@
 // Tables of a head over the pairs of a kind of cell, laid out as the scores are: [tile of queries][key][query].
 #pragma once
 
-#include "swin_attention/cpu_rows.h"
+#include "swin_attention/cpu_tile.h"
 
 namespace dskernels {
 namespace {
