@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ _TARGETS: dict[tuple[int, bool], dict[str, float]] = {
 }
 
 
-def step(
-    work: Callable[..., Tensor], tensors: Sequence[Tensor], grad_out: Tensor | None
-) -> Callable[[], list[Tensor]]:
+def step(work: Callable[..., Tensor], tensors: Sequence[Tensor], grad_out: Tensor | None) -> Callable[[], list[Tensor]]:
     """What is timed: ``work`` of ``tensors`` without autograd or, given ``grad_out``, with the gradients of all."""
     if grad_out is None:
 
@@ -177,8 +175,7 @@ def attention(problem: SwinProblem, **options: Any) -> Callable[..., Tensor]:
     """`dskernels.swin_attention` with the sizes of ``problem``, as a function of the tensors of `Inputs`."""
 
     def attend(qkv: Tensor, bias: Tensor, logit_scale: Tensor | None = None) -> Tensor:
-        out = dk.swin_attention(qkv, bias=bias, logit_scale=logit_scale, **problem.options, **options)
-        return cast(Tensor, out)
+        return dk.swin_attention(qkv, bias=bias, logit_scale=logit_scale, **problem.options, **options)
 
     return attend
 

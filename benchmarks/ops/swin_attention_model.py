@@ -102,7 +102,7 @@ class ModelProblem:
     @property
     def elements(self) -> int:
         """Parameters."""
-        pixels, last = _RGB * self.patch**2, self.channels * 2 ** (len(self.depths) - 1)
+        pixels, last = _RGB * self.patch**2, self.attentions[-1].channels
         count = self.channels * (pixels + 1) + 2 * self.channels
         for block in self.attentions:
             # Weights of qkv, proj and both of the MLP, their biases and those of two norms, and the table of biases.
@@ -140,14 +140,21 @@ class ModelProblem:
         return 4 * (images + logits + (3 if self.backward else 1) * self.elements)
 
     def draw(self) -> Inputs:
-        """Images, labels and weights from a fixed seed; what begins as zero or almost so is random here."""
+        """Images, labels and weights from a fixed seed; weights such that every branch counts in the results.
+
+        As a model begins, attention is almost uniform, and a fault in it hard to see.
+        """
         generator = torch.Generator().manual_seed(0)
         model = self._model()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                deviation = 1.0 if "bias_table" in name else 0.02
-                if parameter.dim() == 1 or "bias_table" in name:
-                    parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=deviation)
+                noise = torch.randn(parameter.shape, generator=generator)
+                if "bias_table" in name:
+                    parameter.copy_(noise)
+                elif parameter.dim() == 2:
+                    parameter.copy_(noise * parameter.shape[1] ** -0.5)
+                else:
+                    parameter.add_(noise, alpha=0.02)
         images = torch.randn(self.batch, _RGB, self.image, self.image, generator=generator)
         labels = torch.randint(self.classes, (self.batch,), generator=generator)
         return Inputs(model.train(self.backward), images, labels if self.backward else None)
