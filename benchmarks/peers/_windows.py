@@ -57,8 +57,11 @@ def merge(out: Tensor, problem: SwinProblem) -> Tensor:
     return torch.roll(image, (problem.shift, problem.shift), (1, 2)) if problem.shift else image
 
 
-def region_mask(problem: SwinProblem, like: Tensor) -> Tensor:
-    """``[windows, N, N]``: 0 for tokens of one region of the rolled image, -100 for others."""
+def region_mask(problem: SwinProblem, like: Tensor, masked: float = _MASKED) -> Tensor:
+    """``[windows, N, N]``: 0 for tokens of one region of the rolled image, ``masked`` for others.
+
+    With -100 the weights of others are denormal numbers, on which CPUs are slow; with -inf they are 0.
+    """
     window, shift = problem.window, problem.shift
     numbers = like.new_zeros((problem.height, problem.width))
     parts = (slice(0, -window), slice(-window, -shift), slice(-shift, None))
@@ -68,4 +71,4 @@ def region_mask(problem: SwinProblem, like: Tensor) -> Tensor:
     grid = numbers.view(problem.height // window, window, problem.width // window, window)
     tokens = grid.permute(0, 2, 1, 3).reshape(problem.windows, problem.tokens)
     difference = tokens[:, None] - tokens[:, :, None]
-    return difference.masked_fill(difference != 0, _MASKED).masked_fill(difference == 0, 0.0)
+    return difference.masked_fill(difference != 0, masked).masked_fill(difference == 0, 0.0)

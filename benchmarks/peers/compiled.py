@@ -29,7 +29,11 @@ def _prepare(problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs)
     forms: Mapping[str, Callable[..., Any]] = {"as it is": eager_attention(problem)}
     if problem.shift:
         # Made in the graph, the mask is computed for each head and image again.
-        forms = {"mask made": eager_attention(problem), "mask kept": _with_mask(problem, inputs)}
+        forms = {
+            "mask made": eager_attention(problem),
+            "mask kept": _with_mask(problem, inputs, -100.0),
+            "mask of -inf kept": _with_mask(problem, inputs, -torch.inf),
+        }
     runs = {name: inputs.step(_compile(form)) for name, form in forms.items()}
     if len(runs) == 1:
         return Prepared(runs["as it is"], _MODE)
@@ -37,8 +41,10 @@ def _prepare(problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs)
     return Prepared(runs[best], {**_MODE, "form": best, "forms_tried": list(runs)})
 
 
-def _with_mask(problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs) -> Callable[..., Any]:
-    return eager_attention(problem, region_mask(problem, inputs.qkv))
+def _with_mask(
+    problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs, masked: float
+) -> Callable[..., Any]:
+    return eager_attention(problem, region_mask(problem, inputs.qkv, masked))
 
 
 def _prepare_layer(problem: swin_attention_layer.LayerProblem, inputs: swin_attention_layer.Inputs) -> Prepared:
