@@ -22,7 +22,6 @@ from dskernels.swin_attention.triton_common import (
     load_bias,
     load_operand,
     load_tile,
-    offsets_of,
     products_of,
     store_tile,
     tokens_of,
@@ -56,6 +55,7 @@ def _swin_attention_fwd_kernel(
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -82,23 +82,23 @@ def _swin_attention_fwd_kernel(
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
         if WHOLE:
-            places = tokens_of(first_cell, 0, geometry, HEIGHT, WIDTH, BLOCK_M)
-            added = load_bias(bias, bias_strides, places, places, TOKENS)
+            tokens = tokens_of(first_cell, 0, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
+            added = load_bias(bias, bias_strides, tokens, tokens, TOKENS)
 
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
-        queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, BLOCK_M)
+        queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
         q_tile, _, q_inverse = load_operand(q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for first_key in range(0, TOKENS, BLOCK_N):
-            keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, BLOCK_N)
+            keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
             k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
-            v_tile = load_tile(v, offsets_of(keys, qkv_strides), qkv_strides, columns, keys[4][:, None] & width)
+            v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
             if bias is not None and not WHOLE:
                 added = load_bias(bias, bias_strides, queries, keys, TOKENS)
             score = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE) * factor + added
-            score = tl.where(keys[4][None, :], score, float("-inf"))
+            score = tl.where(keys[6][None, :], score, float("-inf"))
             now_largest = tl.maximum(largest, tl.max(score, 1))
             # -inf - -inf is NaN: a row that has seen nothing yet is shifted by 0.
             shift = tl.where(now_largest == float("-inf"), 0.0, now_largest)
@@ -112,7 +112,7 @@ def _swin_attention_fwd_kernel(
         nothing = (total == 0)[:, None]
         # A blind row meets the values of the others in the product, which may be NaN, with weights of 0.
         result = tl.where(nothing, 0.0, accumulator / tl.where(nothing, 1.0, total[:, None]))
-        store_tile(out_head, offsets_of(queries, out_strides), out_strides, columns, queries[4][:, None] & width, result)
+        store_tile(out_head, queries, out_strides, columns, queries[6][:, None] & width, result)
 
 
 def swin_attention_triton(
@@ -142,7 +142,7 @@ def swin_attention_triton(
     # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(qkv):
         _swin_attention_fwd_kernel[(programs,)](
-            *x.arguments(), out, out.stride(), x.cells, cells, **x.constants(tile)
+            *x.arguments(), out, out.stride(), x.cells, cells, **x.constants(tile, out)
         )
     return out
 

@@ -22,7 +22,6 @@ from dskernels.swin_attention.triton_common import (
     load_operand,
     load_tile,
     norm_of,
-    offsets_of,
     products_of,
     rotation_of,
     store_tile,
@@ -82,8 +81,8 @@ def turned_back(
         c, s = rotation_of(tokens, columns, cos, sin, HALF, INTERLEAVED)
         grad = grad * c - grad_swapped * s
     if COSINE:
-        mask = tokens[4][:, None] & (columns < D)[None, :]
-        tile = load_tile(x, offsets_of(tokens, strides), strides, columns, mask).to(tl.float32)
+        mask = tokens[6][:, None] & (columns < D)[None, :]
+        tile = load_tile(x, tokens, strides, columns, mask).to(tl.float32)
         norm = norm_of(tile)
         inverse = 1 / tl.maximum(norm, SMALLEST_NORM)
         tile *= inverse[:, None]
@@ -120,6 +119,7 @@ def _swin_attention_bwd_cell_kernel(
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -143,28 +143,26 @@ def _swin_attention_bwd_cell_kernel(
         cos += head * table_stride
         sin += head * table_stride
     places = tl.arange(0, BLOCK_M)
+    added = 0.0
     if bias is not None:
-        bias += head.to(tl.int64) * bias_strides[0]
+        tokens = tokens_of(first_cell, 0, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
+        added = load_bias(bias + head.to(tl.int64) * bias_strides[0], bias_strides, tokens, tokens, TOKENS)
     bias_sum = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
     scale_sum = tl.zeros([BLOCK_M], tl.float32)
 
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
-        tokens = tokens_of(cell, 0, geometry, HEIGHT, WIDTH, BLOCK_M)
-        there = tokens[4]
+        tokens = tokens_of(cell, 0, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
+        there = tokens[6]
         mask = there[:, None] & (columns < D)[None, :]
         pairs = there[:, None] & there[None, :]
-        at = offsets_of(tokens, qkv_strides)
         q_tile, q_swapped, q_inverse = load_operand(
             q, qkv_strides, tokens, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
         k_tile, k_swapped, k_inverse = load_operand(
             k, qkv_strides, tokens, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
-        v_tile = load_tile(v, at, qkv_strides, columns, mask)
-        do_tile = load_tile(do_head, offsets_of(tokens, grad_out_strides), grad_out_strides, columns, mask)
-        added = 0.0
-        if bias is not None:
-            added = load_bias(bias, bias_strides, tokens, tokens, TOKENS)
+        v_tile = load_tile(v, tokens, qkv_strides, columns, mask)
+        do_tile = load_tile(do_head, tokens, grad_out_strides, columns, mask)
         products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
         score = tl.where(pairs, products * factor + added, float("-inf"))
         largest = tl.max(score, 1)
@@ -177,8 +175,7 @@ def _swin_attention_bwd_cell_kernel(
         p = weights_of(products, added, pairs, largest, inverse_total, factor)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
         dv = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, input_precision="ieee")
-        out_at = offsets_of(tokens, grad_qkv_strides)
-        store_tile(dv_head, out_at, grad_qkv_strides, columns, mask, dv)
+        store_tile(dv_head, tokens, grad_qkv_strides, columns, mask, dv)
         ds = p * (dp - tl.sum(p * dp, 1)[:, None])
         if bias_sums is not None:
             bias_sum += ds
@@ -189,17 +186,18 @@ def _swin_attention_bwd_cell_kernel(
         dq = turned_back(
             dq * factor, dq_swapped * factor, q, qkv_strides, tokens, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
-        store_tile(dq_head, out_at, grad_qkv_strides, columns, mask, dq)
+        store_tile(dq_head, tokens, grad_qkv_strides, columns, mask, dq)
         dk, dk_swapped = accumulate(tl.trans(ds), q_tile, q_swapped, q_inverse, zeros, zeros, HALF, COSINE)
         dk = turned_back(
             dk * factor, dk_swapped * factor, k, qkv_strides, tokens, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
-        store_tile(dk_head, out_at, grad_qkv_strides, columns, mask, dk)
+        store_tile(dk_head, tokens, grad_qkv_strides, columns, mask, dk)
 
     if bias_sums is not None:
-        sum_at = tl.program_id(0).to(tl.int64) * TOKENS * TOKENS + places[:, None] * TOKENS + places[None, :]
+        bias_sums += tl.program_id(0).to(tl.int64) * TOKENS * TOKENS
         inside = places < TOKENS
-        tl.store(bias_sums + sum_at, bias_sum, mask=inside[:, None] & inside[None, :])
+        at = places[:, None] * TOKENS + places[None, :]
+        tl.store(bias_sums + at, bias_sum, mask=inside[:, None] & inside[None, :])
     if scale_sums is not None:
         tl.store(scale_sums + tl.program_id(0), tl.sum(scale_sum, 0))
 
@@ -234,6 +232,6 @@ def launch_cells(
         grad_qkv.stride(),
         x.cells,
         cells,
-        **x.constants(tile),
+        **x.constants(tile, grad_out, grad_qkv),
     )
     return joined(x, bias_sums), joined(x, scale_sums)

@@ -84,47 +84,59 @@ def tile_for(kernel: str, dtype: torch.dtype, tokens: int, width: int) -> Tile |
 
 
 @triton.jit
-def tokens_of(cell, first, geometry, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def tokens_of(
+    cell, first, geometry, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
     """The tokens of a cell from place ``first`` of the window on.
 
     Returns:
-        Their image, row, column, and place in the window, and whether they are there.
+        The image of the cell, and the row and column of the image at which the cell begins, int64; row and column of
+        each token in the cell, int64 if addresses inside of a cell are ``WIDE``; its place in the window; and whether
+        it is there.
     """
     height, width, columns_of_grid, cells_of_image, top, left = geometry
+    cell_row = cell % cells_of_image // columns_of_grid * HEIGHT - top
+    cell_column = cell % cells_of_image % columns_of_grid * WIDTH - left
     place = first + tl.arange(0, BLOCK)
-    in_image = cell % cells_of_image
-    row = in_image // columns_of_grid * HEIGHT - top + place // WIDTH
-    column = in_image % columns_of_grid * WIDTH - left + place % WIDTH
-    there = (place < HEIGHT * WIDTH) & (row >= 0) & (row < height) & (column >= 0) & (column < width)
-    return cell // cells_of_image, row, column, place, there
+    row, column = place // WIDTH, place % WIDTH
+    there = (row >= -cell_row) & (row < tl.minimum(height - cell_row, HEIGHT))
+    there &= (column >= -cell_column) & (column < width - cell_column)
+    if WIDE:
+        row, column = row.to(tl.int64), column.to(tl.int64)
+    image = cell // cells_of_image
+    return image.to(tl.int64), cell_row.to(tl.int64), cell_column.to(tl.int64), row, column, place, there
 
 
 @triton.jit
-def offsets_of(tokens, strides):
-    """Where tokens lie in ``[B, H, W, C]``. Offsets are int64 throughout: a tensor may span more than 2**31 elements."""
-    image, row, column, _, _ = tokens
-    image_at = image.to(tl.int64) * strides[0]
-    return image_at + row.to(tl.int64) * strides[1] + column.to(tl.int64) * strides[2]
+def address_of(x, tokens, strides, columns):
+    """The addresses of components ``columns`` of tokens in ``[B, H, W, C]``.
+
+    A cell's is int64, since a tensor may span more than 2**31 elements; what is added to it is as wide as it has to be.
+    """
+    image, cell_row, cell_column, row, column, _, _ = tokens
+    x += image * strides[0] + cell_row * strides[1] + cell_column * strides[2]
+    at = row * strides[1] + column * strides[2]
+    return x + (at[:, None] + columns.to(row.dtype)[None, :] * strides[3])
 
 
 @triton.jit
-def load_tile(x, at, strides, columns, mask):
-    """Components ``columns`` of the tokens at ``at``, and 0 where masked: what is there may be NaN, or not be there."""
-    return tl.load(x + at[:, None] + columns.to(tl.int64)[None, :] * strides[3], mask=mask, other=0.0)
+def load_tile(x, tokens, strides, columns, mask):
+    """Components ``columns`` of tokens, and 0 where masked: what is there may be NaN, or not be there."""
+    return tl.load(address_of(x, tokens, strides, columns), mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tile(x, at, strides, columns, mask, values):
+def store_tile(x, tokens, strides, columns, mask, values):
     """Stores a tile in the dtype of ``x``."""
-    at = at[:, None] + columns.to(tl.int64)[None, :] * strides[3]
-    tl.store(x + at, values.to(x.dtype.element_ty), mask=mask)
+    tl.store(address_of(x, tokens, strides, columns), values.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_bias(bias, bias_strides, queries, keys, TOKENS: tl.constexpr):
     """The bias of a tile, in float32, and 0 beyond the window."""
-    row, column = queries[3], keys[3]
-    at = row.to(tl.int64)[:, None] * bias_strides[1] + column.to(tl.int64)[None, :] * bias_strides[2]
+    row, column = queries[5], keys[5]
+    wide = queries[3].dtype
+    at = row.to(wide)[:, None] * bias_strides[1] + column.to(wide)[None, :] * bias_strides[2]
     inside = (row < TOKENS)[:, None] & (column < TOKENS)[None, :]
     return tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
 
@@ -138,8 +150,8 @@ def rotation_of(tokens, columns, cos, sin, HALF: tl.constexpr, INTERLEAVED: tl.c
     else:
         is_first = columns < HALF
         pair = tl.where(is_first, columns, columns - HALF)
-    turns = tokens[4][:, None] & (columns < 2 * HALF)[None, :]
-    at = tokens[3][:, None] * HALF + pair[None, :]
+    turns = tokens[6][:, None] & (columns < 2 * HALF)[None, :]
+    at = tokens[5][:, None] * HALF + pair[None, :]
     c = tl.load(cos + at, mask=turns, other=1.0)
     s = tl.load(sin + at, mask=turns, other=0.0)
     return c, tl.where(is_first[None, :], -s, s)
@@ -164,9 +176,8 @@ def load_operand(
         The tile, rotated; the same with the components of each pair swapped (without rotation, the tile); and what its
         rows are to be multiplied by in the products: ``1 / |x|`` in cosine attention, else 1.
     """
-    at = offsets_of(tokens, strides)
-    mask = tokens[4][:, None] & (columns < D)[None, :]
-    tile = load_tile(x, at, strides, columns, mask)
+    mask = tokens[6][:, None] & (columns < D)[None, :]
+    tile = load_tile(x, tokens, strides, columns, mask)
     inverse = tl.full([tile.shape[0]], 1.0, tl.float32)
     if COSINE:
         inverse = 1 / tl.maximum(norm_of(tile), SMALLEST_NORM)
@@ -176,7 +187,10 @@ def load_operand(
             partner = columns ^ 1
         else:
             partner = tl.where(columns < HALF, columns + HALF, columns - HALF)
-        others = load_tile(x, at, strides, partner, mask & (columns < 2 * HALF)[None, :]).to(tl.float32)
+            if HALF % 8 == 0:
+                # Which Triton does not see: eight at a time lie together.
+                partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
+        others = load_tile(x, tokens, strides, partner, mask & (columns < 2 * HALF)[None, :]).to(tl.float32)
         c, s = rotation_of(tokens, columns, cos, sin, HALF, INTERLEAVED)
         wide = tile.to(tl.float32)
         # Partners share a cosine, and their sines differ in sign.
@@ -246,6 +260,14 @@ class Problem(NamedTuple):
     def tile(self, kernel: str) -> Tile | None:
         return tile_for(kernel, self.qkv.dtype, self.tokens, self.head_dim)
 
+    def _is_wide(self, *images: Tensor) -> bool:
+        """Whether offsets inside of a cell, of one of the images or of qkv, or inside of the bias, are beyond int32."""
+        height, width, depth = self.window_height, self.window_width, padded(self.head_dim)
+        spans = [height * x.stride(1) + width * x.stride(2) + depth * x.stride(3) for x in (self.qkv, *images)]
+        if self.bias is not None:
+            spans.append(self.tokens * (self.bias.stride(1) + self.bias.stride(2)))
+        return max(spans) >= 2**31
+
     def arguments(self) -> tuple[Any, ...]:
         """The inputs, in the order of every kernel."""
         cos, sin, logit_scale = (x if x is None else x.contiguous() for x in (self.cos, self.sin, self.logit_scale))
@@ -254,8 +276,8 @@ class Problem(NamedTuple):
         strides = self.qkv.stride(), bias_strides, table_stride
         return self.qkv, cos, sin, self.bias, logit_scale, *strides, self.geometry, self.heads, self.scale
 
-    def constants(self, tile: Tile) -> dict[str, Any]:
-        """What all kernels are compiled for."""
+    def constants(self, tile: Tile, *images: Tensor) -> dict[str, Any]:
+        """What a kernel is compiled for; ``images`` are what it takes besides the inputs."""
         return {
             "HEIGHT": self.window_height,
             "WIDTH": self.window_width,
@@ -263,6 +285,7 @@ class Problem(NamedTuple):
             "BLOCK_D": padded(self.head_dim),
             "HALF": 0 if self.cos is None else self.cos.shape[2],
             "INTERLEAVED": self.interleaved,
+            "WIDE": self._is_wide(*images),
             "BLOCK_M": tile.queries,
             "BLOCK_N": tile.keys,
             "num_warps": tile.warps,

@@ -23,7 +23,6 @@ from dskernels.swin_attention.triton_common import (
     load_bias,
     load_operand,
     load_tile,
-    offsets_of,
     products_of,
     store_tile,
     tokens_of,
@@ -34,23 +33,19 @@ _PROGRAMS, _MOST_CELLS = 1024, 32
 
 
 @triton.jit
-def _load_sums(largest, inverse_total, delta, sums_strides, queries, head):
+def _load_sums(largest, inverse_total, delta, at, queries):
     """What the first kernel left of some queries; of those that are not there, zeros."""
-    at = offsets_of(queries, sums_strides) + head
-    there = queries[4]
-    row_largest = tl.load(largest + at, mask=there, other=0.0)
-    return (
-        row_largest,
-        tl.load(inverse_total + at, mask=there, other=0.0),
-        tl.load(delta + at, mask=there, other=0.0),
-    )
+    at += queries[5]
+    row_largest = tl.load(largest + at, mask=queries[6], other=0.0)
+    row_inverse = tl.load(inverse_total + at, mask=queries[6], other=0.0)
+    return row_largest, row_inverse, tl.load(delta + at, mask=queries[6], other=0.0)
 
 
 @triton.jit
 def _load_seen(grad_out, strides, queries, columns, inverse_total, D: tl.constexpr):
     """Gradients of the outputs; what comes back to a row that sees nothing counts for nothing, be it NaN."""
-    mask = (queries[4] & (inverse_total != 0))[:, None] & (columns < D)[None, :]
-    return load_tile(grad_out, offsets_of(queries, strides), strides, columns, mask)
+    mask = (queries[6] & (inverse_total != 0))[:, None] & (columns < D)[None, :]
+    return load_tile(grad_out, queries, strides, columns, mask)
 
 
 @triton.jit(do_not_specialize=["geometry"])
@@ -74,13 +69,13 @@ def _swin_attention_bwd_dq_kernel(
     scale_sums,
     grad_out_strides,
     grad_qkv_strides,
-    sums_strides,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -104,23 +99,22 @@ def _swin_attention_bwd_dq_kernel(
     added = 0.0
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
-    queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, BLOCK_M)
+    queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
     q_tile, _, q_inverse = load_operand(q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
     do_head = head_at(grad_out, head, grad_out_strides, D)
-    do_at = offsets_of(queries, grad_out_strides)
-    do_tile = load_tile(do_head, do_at, grad_out_strides, columns, queries[4][:, None] & width)
+    do_tile = load_tile(do_head, queries, grad_out_strides, columns, queries[6][:, None] & width)
 
     row_largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     row_delta = tl.zeros([BLOCK_M], tl.float32)
     for first_key in range(0, TOKENS, BLOCK_N):
-        keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, BLOCK_N)
+        keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
         k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
-        v_tile = load_tile(v, offsets_of(keys, qkv_strides), qkv_strides, columns, keys[4][:, None] & width)
+        v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         score = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE) * factor + added
-        score = tl.where(keys[4][None, :], score, float("-inf"))
+        score = tl.where(keys[6][None, :], score, float("-inf"))
         now_largest = tl.maximum(row_largest, tl.max(score, 1))
         # -inf - -inf is NaN: a row that has seen nothing yet is shifted by 0.
         shift = tl.where(now_largest == float("-inf"), 0.0, now_largest)
@@ -136,24 +130,24 @@ def _swin_attention_bwd_dq_kernel(
     row_inverse = tl.where(is_blind, 0.0, 1 / tl.where(is_blind, 1.0, total))
     row_delta = tl.where(is_blind, 0.0, row_delta * row_inverse)
     do_tile = tl.where(is_blind[:, None], 0.0, do_tile).to(do_tile.dtype)
-    at = offsets_of(queries, sums_strides) + head
-    tl.store(largest + at, row_largest, mask=queries[4])
-    tl.store(inverse_total + at, row_inverse, mask=queries[4])
-    tl.store(delta + at, row_delta, mask=queries[4])
+    at = (cell * heads + head).to(tl.int64) * TOKENS + queries[5]
+    tl.store(largest + at, row_largest, mask=queries[6])
+    tl.store(inverse_total + at, row_inverse, mask=queries[6])
+    tl.store(delta + at, row_delta, mask=queries[6])
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dq_swapped = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     scale_sum = tl.zeros([BLOCK_M], tl.float32)
     for first_key in range(0, TOKENS, BLOCK_N):
-        keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, BLOCK_N)
+        keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
         k_tile, k_swapped, k_inverse = load_operand(
             k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
-        v_tile = load_tile(v, offsets_of(keys, qkv_strides), qkv_strides, columns, keys[4][:, None] & width)
+        v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
-        pairs = queries[4][:, None] & keys[4][None, :]
+        pairs = queries[6][:, None] & keys[6][None, :]
         p = weights_of(products, added, pairs, row_largest, row_inverse, factor)
         ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - row_delta[:, None])
         if scale_sums is not None:
@@ -164,8 +158,7 @@ def _swin_attention_bwd_dq_kernel(
         dq * factor, dq_swapped * factor, q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
     )
     dq_head = head_at(grad_qkv, head, grad_qkv_strides, D)
-    dq_at = offsets_of(queries, grad_qkv_strides)
-    store_tile(dq_head, dq_at, grad_qkv_strides, columns, queries[4][:, None] & width, dq)
+    store_tile(dq_head, queries, grad_qkv_strides, columns, queries[6][:, None] & width, dq)
     if scale_sums is not None:
         tl.store(scale_sums + (cell * TILES + tile).to(tl.int64) * heads + head, tl.sum(scale_sum, 0))
 
@@ -190,13 +183,13 @@ def _swin_attention_bwd_dkdv_kernel(
     delta,
     grad_out_strides,
     grad_qkv_strides,
-    sums_strides,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -220,24 +213,25 @@ def _swin_attention_bwd_dkdv_kernel(
     added = 0.0
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
-    keys = tokens_of(cell, tile * BLOCK_N, geometry, HEIGHT, WIDTH, BLOCK_N)
-    mask = keys[4][:, None] & (columns < D)[None, :]
+    sums_at = (cell * heads + head).to(tl.int64) * TOKENS
+    keys = tokens_of(cell, tile * BLOCK_N, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
+    mask = keys[6][:, None] & (columns < D)[None, :]
     k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
-    v_tile = load_tile(v, offsets_of(keys, qkv_strides), qkv_strides, columns, mask)
+    v_tile = load_tile(v, keys, qkv_strides, columns, mask)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk_swapped = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for first_query in range(0, TOKENS, BLOCK_M):
-        queries = tokens_of(cell, first_query, geometry, HEIGHT, WIDTH, BLOCK_M)
+        queries = tokens_of(cell, first_query, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
         q_tile, q_swapped, q_inverse = load_operand(
             q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
-        row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_strides, queries, head)
+        row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_at, queries)
         do_tile = _load_seen(do_head, grad_out_strides, queries, columns, row_inverse, D)
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
-        pairs = queries[4][:, None] & keys[4][None, :]
+        pairs = queries[6][:, None] & keys[6][None, :]
         p = weights_of(products, added, pairs, row_largest, row_inverse, factor)
         dv = tl.dot(tl.trans(p.to(do_tile.dtype)), do_tile, dv, input_precision="ieee")
         ds = p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - row_delta[:, None])
@@ -246,10 +240,9 @@ def _swin_attention_bwd_dkdv_kernel(
     dk = turned_back(
         dk * factor, dk_swapped * factor, k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
     )
-    at = offsets_of(keys, grad_qkv_strides)
     dk_head = head_at(grad_qkv, heads + head, grad_qkv_strides, D)
-    store_tile(dk_head, at, grad_qkv_strides, columns, mask, dk)
-    store_tile(head_at(dk_head, heads, grad_qkv_strides, D), at, grad_qkv_strides, columns, mask, dv)
+    store_tile(dk_head, keys, grad_qkv_strides, columns, mask, dk)
+    store_tile(head_at(dk_head, heads, grad_qkv_strides, D), keys, grad_qkv_strides, columns, mask, dv)
 
 
 @triton.jit(do_not_specialize=["geometry", "cells", "cells_of_program"])
@@ -271,7 +264,6 @@ def _swin_attention_bwd_dbias_kernel(
     delta,
     bias_sums,
     grad_out_strides,
-    sums_strides,
     cells,
     cells_of_program,
     HEIGHT: tl.constexpr,
@@ -280,6 +272,7 @@ def _swin_attention_bwd_dbias_kernel(
     BLOCK_D: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -309,22 +302,23 @@ def _swin_attention_bwd_dbias_kernel(
     bias_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     first_cell = chunk * cells_of_program
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
-        queries = tokens_of(cell, first_query, geometry, HEIGHT, WIDTH, BLOCK_M)
-        keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, BLOCK_N)
+        queries = tokens_of(cell, first_query, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
+        keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
         q_tile, _, q_inverse = load_operand(q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
         k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
-        v_mask = keys[4][:, None] & (columns < D)[None, :]
-        v_tile = load_tile(v, offsets_of(keys, qkv_strides), qkv_strides, columns, v_mask)
-        row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_strides, queries, head)
+        v_mask = keys[6][:, None] & (columns < D)[None, :]
+        v_tile = load_tile(v, keys, qkv_strides, columns, v_mask)
+        sums_at = (cell * heads + head).to(tl.int64) * TOKENS
+        row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_at, queries)
         do_tile = _load_seen(do_head, grad_out_strides, queries, columns, row_inverse, D)
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
-        pairs = queries[4][:, None] & keys[4][None, :]
+        pairs = queries[6][:, None] & keys[6][None, :]
         p = weights_of(products, added, pairs, row_largest, row_inverse, factor)
         bias_sum += p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - row_delta[:, None])
-    at = (chunk * heads + head).to(tl.int64) * TOKENS * TOKENS + row[:, None] * TOKENS + column[None, :]
-    tl.store(bias_sums + at, bias_sum, mask=(row < TOKENS)[:, None] & (column < TOKENS)[None, :])
+    bias_sums += (chunk * heads + head).to(tl.int64) * TOKENS * TOKENS
+    tl.store(bias_sums + row[:, None] * TOKENS + column[None, :], bias_sum, mask=(row < TOKENS)[:, None] & (column < TOKENS)[None, :])
 
 
 def _tile(x: Problem, kernel: str) -> Tile:
@@ -337,8 +331,7 @@ def launch_tiles(
     x: Problem, grad_out: Tensor, grad_qkv: Tensor, bias_needs_grad: bool, logit_scale_needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Fills ``grad_qkv``, and returns the gradients of bias and logit_scale, empty where they are not needed."""
-    sums = torch.empty(3, *x.qkv.shape[:3], x.heads, dtype=torch.float32, device=x.qkv.device).unbind()
-    sums_strides = sums[0].stride()
+    sums = torch.empty(3, x.cells, x.heads, x.tokens, dtype=torch.float32, device=x.qkv.device).unbind()
     tile = _tile(x, "dq")
     tiles = triton.cdiv(x.tokens, tile.queries)
     scale_sums = new_sums(x, x.cells * tiles, needed=logit_scale_needs_grad)
@@ -350,8 +343,7 @@ def launch_tiles(
         scale_sums,
         grad_out.stride(),
         grad_qkv.stride(),
-        sums_strides,
-        **x.constants(tile),
+            **x.constants(tile, grad_out),
     )
     tile = _tile(x, "dkdv")
     _swin_attention_bwd_dkdv_kernel[(x.cells * x.heads * triton.cdiv(x.tokens, tile.keys),)](
@@ -361,8 +353,7 @@ def launch_tiles(
         *sums,
         grad_out.stride(),
         grad_qkv.stride(),
-        sums_strides,
-        **x.constants(tile),
+            **x.constants(tile, grad_out),
     )
     bias_sums = None
     if bias_needs_grad:
@@ -377,9 +368,8 @@ def launch_tiles(
             *sums,
             bias_sums,
             grad_out.stride(),
-            sums_strides,
-            x.cells,
+                    x.cells,
             cells,
-            **x.constants(tile),
+            **x.constants(tile, grad_out),
         )
     return joined(x, bias_sums), joined(x, scale_sums)
