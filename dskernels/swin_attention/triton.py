@@ -78,12 +78,11 @@ def _swin_attention_fwd_kernel(
     if HALF > 0:
         cos += head * table_stride
         sin += head * table_stride
-    added = 0.0
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
         if WHOLE:
             tokens = tokens_of(first_cell, 0, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
-            added = load_bias(bias, bias_strides, tokens, tokens, TOKENS)
+            bias_tile = load_bias(bias, bias_strides, tokens, tokens, TOKENS)
 
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
         queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
@@ -95,9 +94,12 @@ def _swin_attention_fwd_kernel(
             keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
             k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
             v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
-            if bias is not None and not WHOLE:
-                added = load_bias(bias, bias_strides, queries, keys, TOKENS)
-            score = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE) * factor + added
+            score = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE) * factor
+            if bias is not None:
+                if WHOLE:
+                    score += bias_tile
+                else:
+                    score += load_bias(bias, bias_strides, queries, keys, TOKENS)
             score = tl.where(keys[6][None, :], score, float("-inf"))
             now_largest = tl.maximum(largest, tl.max(score, 1))
             # -inf - -inf is NaN: a row that has seen nothing yet is shifted by 0.

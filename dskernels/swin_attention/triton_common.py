@@ -39,11 +39,11 @@ class Tile(NamedTuple):
 # change bits between runs.
 TILES = {
     "forward": {
-        16: {64: Tile(64, 64, 4, 1), 128: Tile(64, 64, 8, 1), 256: Tile(64, 32, 8, 1)},
+        16: {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 1), 256: Tile(64, 32, 8, 1)},
         32: {32: Tile(64, 64, 8, 1), 64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
     },
     "cell": {
-        16: {64: Tile(64, 64, 8, 1), 128: Tile(64, 64, 8, 1)},
+        16: {32: Tile(64, 64, 4, 1), 64: Tile(64, 64, 8, 1), 128: Tile(64, 64, 8, 1)},
         32: {32: Tile(64, 64, 8, 1)},
     },
     "dq": {
@@ -99,8 +99,12 @@ def tokens_of(
     cell_column = cell % cells_of_image % columns_of_grid * WIDTH - left
     place = first + tl.arange(0, BLOCK)
     row, column = place // WIDTH, place % WIDTH
-    there = (row >= -cell_row) & (row < tl.minimum(height - cell_row, HEIGHT))
-    there &= (column >= -cell_column) & (column < width - cell_column)
+    # Row and column compared at once, in fields of 12 bits whose highest one tells what is below 0: a program holds this
+    # number for every column of its scores, and registers are what it has least of.
+    both = row * 4096 + column
+    low = tl.maximum(-cell_row, 0) * 4096 + tl.maximum(-cell_column, 0)
+    high = tl.minimum(height - cell_row, HEIGHT) * 4096 - 4096 + tl.minimum(width - cell_column, WIDTH) - 1
+    there = (((both - low) | (high - both)) & 0x800800) == 0
     if WIDE:
         row, column = row.to(tl.int64), column.to(tl.int64)
     image = cell // cells_of_image

@@ -96,7 +96,6 @@ def _swin_attention_bwd_dq_kernel(
     if HALF > 0:
         cos += head * table_stride
         sin += head * table_stride
-    added = 0.0
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
     queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
@@ -111,6 +110,7 @@ def _swin_attention_bwd_dq_kernel(
         keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
         k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
         v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
+        added = 0.0
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         score = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE) * factor + added
@@ -144,6 +144,7 @@ def _swin_attention_bwd_dq_kernel(
             k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
         v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
+        added = 0.0
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
@@ -210,7 +211,6 @@ def _swin_attention_bwd_dkdv_kernel(
     if HALF > 0:
         cos += head * table_stride
         sin += head * table_stride
-    added = 0.0
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
     sums_at = (cell * heads + head).to(tl.int64) * TOKENS
@@ -228,6 +228,7 @@ def _swin_attention_bwd_dkdv_kernel(
         )
         row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_at, queries)
         do_tile = _load_seen(do_head, grad_out_strides, queries, columns, row_inverse, D)
+        added = 0.0
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
@@ -295,7 +296,6 @@ def _swin_attention_bwd_dbias_kernel(
     if HALF > 0:
         cos += head * table_stride
         sin += head * table_stride
-    added = 0.0
     row, column = first_query + tl.arange(0, BLOCK_M), first_key + tl.arange(0, BLOCK_N)
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
@@ -311,6 +311,7 @@ def _swin_attention_bwd_dbias_kernel(
         sums_at = (cell * heads + head).to(tl.int64) * TOKENS
         row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_at, queries)
         do_tile = _load_seen(do_head, grad_out_strides, queries, columns, row_inverse, D)
+        added = 0.0
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
         products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
