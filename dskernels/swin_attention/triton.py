@@ -86,13 +86,17 @@ def _swin_attention_fwd_kernel(
 
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
         queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
-        q_tile, _, q_inverse = load_operand(q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
+        q_tile, q_swapped, q_inverse = load_operand(
+            q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
+        )
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for first_key in range(0, TOKENS, BLOCK_N):
             keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
-            k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
+            k_tile, k_swapped, k_inverse = load_operand(
+                k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
+            )
             v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
             score = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE) * factor
             if bias is not None:

@@ -47,15 +47,15 @@ TILES = {
         32: {32: Tile(64, 64, 8, 1)},
     },
     "dq": {
-        16: {64: Tile(64, 64, 8, 1), 128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
-        32: {32: Tile(64, 32, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+        16: {64: Tile(64, 64, 4, 1), 128: Tile(32, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
+        32: {32: Tile(64, 32, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
     },
     "dkdv": {
         16: {64: Tile(64, 64, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
         32: {32: Tile(32, 64, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     },
     "dbias": {
-        16: {64: Tile(64, 64, 8, 1), 128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
+        16: {64: Tile(64, 64, 8, 1), 128: Tile(64, 32, 4, 1), 256: Tile(32, 32, 4, 1)},
         32: {32: Tile(64, 32, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     },
 }
@@ -80,7 +80,9 @@ def tile_for(kernel: str, dtype: torch.dtype, tokens: int, width: int) -> Tile |
     if INTERPRETED and tokens > _WHOLE_TOKENS:
         tile = _INTERPRETED_TILE
     queries, keys = min(tile.queries, padded(tokens)), min(tile.keys, padded(tokens))
-    return tile._replace(queries=queries, keys=keys, warps=max(1, tile.warps * queries * keys // tile.queries // tile.keys))
+    return tile._replace(
+        queries=queries, keys=keys, warps=max(1, tile.warps * queries * keys // tile.queries // tile.keys)
+    )
 
 
 @triton.jit

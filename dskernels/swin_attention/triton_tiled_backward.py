@@ -99,7 +99,9 @@ def _swin_attention_bwd_dq_kernel(
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
     queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
-    q_tile, _, q_inverse = load_operand(q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
+    q_tile, q_swapped, q_inverse = load_operand(
+        q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
+    )
     do_head = head_at(grad_out, head, grad_out_strides, D)
     do_tile = load_tile(do_head, queries, grad_out_strides, columns, queries[6][:, None] & width)
 
@@ -108,7 +110,9 @@ def _swin_attention_bwd_dq_kernel(
     row_delta = tl.zeros([BLOCK_M], tl.float32)
     for first_key in range(0, TOKENS, BLOCK_N):
         keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
-        k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
+        k_tile, k_swapped, k_inverse = load_operand(
+            k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
+        )
         v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
         added = 0.0
         if bias is not None:
@@ -216,7 +220,7 @@ def _swin_attention_bwd_dkdv_kernel(
     sums_at = (cell * heads + head).to(tl.int64) * TOKENS
     keys = tokens_of(cell, tile * BLOCK_N, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
     mask = keys[6][:, None] & (columns < D)[None, :]
-    k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
+    k_tile, k_swapped, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
     v_tile = load_tile(v, keys, qkv_strides, columns, mask)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk_swapped = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -304,8 +308,12 @@ def _swin_attention_bwd_dbias_kernel(
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
         queries = tokens_of(cell, first_query, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
         keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
-        q_tile, _, q_inverse = load_operand(q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
-        k_tile, _, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
+        q_tile, q_swapped, q_inverse = load_operand(
+            q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
+        )
+        k_tile, k_swapped, k_inverse = load_operand(
+            k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
+        )
         v_mask = keys[6][:, None] & (columns < D)[None, :]
         v_tile = load_tile(v, keys, qkv_strides, columns, v_mask)
         sums_at = (cell * heads + head).to(tl.int64) * TOKENS
@@ -319,7 +327,11 @@ def _swin_attention_bwd_dbias_kernel(
         p = weights_of(products, added, pairs, row_largest, row_inverse, factor)
         bias_sum += p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - row_delta[:, None])
     bias_sums += (chunk * heads + head).to(tl.int64) * TOKENS * TOKENS
-    tl.store(bias_sums + row[:, None] * TOKENS + column[None, :], bias_sum, mask=(row < TOKENS)[:, None] & (column < TOKENS)[None, :])
+    tl.store(
+        bias_sums + row[:, None] * TOKENS + column[None, :],
+        bias_sum,
+        mask=(row < TOKENS)[:, None] & (column < TOKENS)[None, :],
+    )
 
 
 def _tile(x: Problem, kernel: str) -> Tile:
@@ -344,7 +356,7 @@ def launch_tiles(
         scale_sums,
         grad_out.stride(),
         grad_qkv.stride(),
-            **x.constants(tile, grad_out),
+        **x.constants(tile, grad_out),
     )
     tile = _tile(x, "dkdv")
     _swin_attention_bwd_dkdv_kernel[(x.cells * x.heads * triton.cdiv(x.tokens, tile.keys),)](
@@ -354,7 +366,7 @@ def launch_tiles(
         *sums,
         grad_out.stride(),
         grad_qkv.stride(),
-            **x.constants(tile, grad_out),
+        **x.constants(tile, grad_out),
     )
     bias_sums = None
     if bias_needs_grad:
@@ -369,7 +381,7 @@ def launch_tiles(
             *sums,
             bias_sums,
             grad_out.stride(),
-                    x.cells,
+            x.cells,
             cells,
             **x.constants(tile, grad_out),
         )
