@@ -32,7 +32,7 @@ from dskernels.swin_attention.triton_tiled_backward import launch_tiles
 _PROGRAMS, _MOST_CELLS = 2048, 8
 
 
-@triton.jit(do_not_specialize=["geometry", "cells", "cells_of_program"])
+@triton.jit(do_not_specialize=["geometry", "heads", "cells", "cells_of_program"])
 def _swin_attention_fwd_kernel(
     qkv,
     cos,
@@ -86,7 +86,7 @@ def _swin_attention_fwd_kernel(
 
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
         queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
-        q_tile, q_swapped, q_inverse = load_operand(
+        q_tile, _q_swapped, q_inverse = load_operand(
             q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -94,7 +94,7 @@ def _swin_attention_fwd_kernel(
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for first_key in range(0, TOKENS, BLOCK_N):
             keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
-            k_tile, k_swapped, k_inverse = load_operand(
+            k_tile, _k_swapped, k_inverse = load_operand(
                 k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
             )
             v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)

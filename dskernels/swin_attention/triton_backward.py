@@ -92,7 +92,7 @@ def turned_back(
     return grad
 
 
-@triton.jit(do_not_specialize=["geometry", "cells", "cells_of_program"])
+@triton.jit(do_not_specialize=["geometry", "heads", "cells", "cells_of_program"])
 def _swin_attention_bwd_cell_kernel(
     qkv,
     cos,

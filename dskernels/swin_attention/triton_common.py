@@ -48,14 +48,14 @@ TILES = {
     },
     "dq": {
         16: {64: Tile(64, 64, 4, 1), 128: Tile(32, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
-        32: {32: Tile(64, 32, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 4, 1)},
+        32: {32: Tile(64, 32, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     },
     "dkdv": {
         16: {64: Tile(64, 64, 8, 1), 128: Tile(32, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
         32: {32: Tile(32, 64, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(16, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     },
     "dbias": {
-        16: {64: Tile(64, 64, 8, 1), 128: Tile(64, 32, 4, 1), 256: Tile(32, 32, 4, 1)},
+        16: {64: Tile(64, 32, 4, 1), 128: Tile(32, 32, 4, 1), 256: Tile(16, 32, 4, 1)},
         32: {32: Tile(64, 32, 8, 1), 64: Tile(32, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     },
 }
@@ -101,8 +101,8 @@ def tokens_of(
     cell_column = cell % cells_of_image % columns_of_grid * WIDTH - left
     place = first + tl.arange(0, BLOCK)
     row, column = place // WIDTH, place % WIDTH
-    # Row and column compared at once, in fields of 12 bits whose highest one tells what is below 0: a program holds this
-    # number for every column of its scores, and registers are what it has least of.
+    # Row and column compared at once, in fields of 12 bits whose highest one tells what is below 0: a program holds
+    # this number for every column of its scores, and registers are what it has least of.
     both = row * 4096 + column
     low = tl.maximum(-cell_row, 0) * 4096 + tl.maximum(-cell_column, 0)
     high = tl.minimum(height - cell_row, HEIGHT) * 4096 - 4096 + tl.minimum(width - cell_column, WIDTH) - 1

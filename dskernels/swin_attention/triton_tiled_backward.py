@@ -48,7 +48,7 @@ def _load_seen(grad_out, strides, queries, columns, inverse_total, D: tl.constex
     return load_tile(grad_out, queries, strides, columns, mask)
 
 
-@triton.jit(do_not_specialize=["geometry"])
+@triton.jit(do_not_specialize=["geometry", "heads"])
 def _swin_attention_bwd_dq_kernel(
     qkv,
     cos,
@@ -99,7 +99,7 @@ def _swin_attention_bwd_dq_kernel(
     if bias is not None:
         bias += head.to(tl.int64) * bias_strides[0]
     queries = tokens_of(cell, tile * BLOCK_M, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
-    q_tile, q_swapped, q_inverse = load_operand(
+    q_tile, _q_swapped, q_inverse = load_operand(
         q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
     )
     do_head = head_at(grad_out, head, grad_out_strides, D)
@@ -110,7 +110,7 @@ def _swin_attention_bwd_dq_kernel(
     row_delta = tl.zeros([BLOCK_M], tl.float32)
     for first_key in range(0, TOKENS, BLOCK_N):
         keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
-        k_tile, k_swapped, k_inverse = load_operand(
+        k_tile, _k_swapped, k_inverse = load_operand(
             k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
         v_tile = load_tile(v, keys, qkv_strides, columns, keys[6][:, None] & width)
@@ -168,7 +168,7 @@ def _swin_attention_bwd_dq_kernel(
         tl.store(scale_sums + (cell * TILES + tile).to(tl.int64) * heads + head, tl.sum(scale_sum, 0))
 
 
-@triton.jit(do_not_specialize=["geometry"])
+@triton.jit(do_not_specialize=["geometry", "heads"])
 def _swin_attention_bwd_dkdv_kernel(
     qkv,
     cos,
@@ -220,7 +220,7 @@ def _swin_attention_bwd_dkdv_kernel(
     sums_at = (cell * heads + head).to(tl.int64) * TOKENS
     keys = tokens_of(cell, tile * BLOCK_N, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
     mask = keys[6][:, None] & (columns < D)[None, :]
-    k_tile, k_swapped, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
+    k_tile, _k_swapped, k_inverse = load_operand(k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE)
     v_tile = load_tile(v, keys, qkv_strides, columns, mask)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk_swapped = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -250,7 +250,7 @@ def _swin_attention_bwd_dkdv_kernel(
     store_tile(head_at(dk_head, heads, grad_qkv_strides, D), keys, grad_qkv_strides, columns, mask, dv)
 
 
-@triton.jit(do_not_specialize=["geometry", "cells", "cells_of_program"])
+@triton.jit(do_not_specialize=["geometry", "heads", "cells", "cells_of_program"])
 def _swin_attention_bwd_dbias_kernel(
     qkv,
     cos,
@@ -308,10 +308,10 @@ def _swin_attention_bwd_dbias_kernel(
     for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
         queries = tokens_of(cell, first_query, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
         keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
-        q_tile, q_swapped, q_inverse = load_operand(
+        q_tile, _q_swapped, q_inverse = load_operand(
             q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
-        k_tile, k_swapped, k_inverse = load_operand(
+        k_tile, _k_swapped, k_inverse = load_operand(
             k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
         v_mask = keys[6][:, None] & (columns < D)[None, :]

@@ -227,7 +227,7 @@ def test_every_window_and_head_has_tiles() -> None:
             if tile is None:
                 assert kernel == "cell"
                 continue
-            assert 16 <= min(tile.queries, tile.keys)
+            assert min(tile.queries, tile.keys) >= 16
             assert max(tile.queries, tile.keys) <= max(16, 2 * tokens - 1)
             assert kernel != "cell" or tile.queries == tile.keys >= tokens
 
@@ -246,8 +246,10 @@ ELEMENTS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp
 NUMBERS = ("cells", "cells_of_program", "heads", "table_stride")
 
 
-def compile_for(kernel: Any, architecture: int, dtype: torch.dtype, case: Case, tile: Any, wide: bool = False) -> Any:
-    """A kernel as Triton's compiler takes it without a GPU, for dense images of some channels."""
+def compile_for(
+    kernel: Any, architecture: int, dtype: torch.dtype, case: Case, tile: Any, wide: bool = False, ones: bool = False
+) -> Any:
+    """A kernel as Triton's compiler takes it without a GPU, for dense images of some channels; or for ``ones``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -265,6 +267,10 @@ def compile_for(kernel: Any, architecture: int, dtype: torch.dtype, case: Case, 
         signature[name] = "*fp32"
         if name.isupper() or absent.get(name):
             signature[name], values[index,] = "constexpr", constants.get(name)
+        elif ones and (name == "table_stride" or name.endswith("_strides")):
+            axes = {"table_stride": 0, "bias_strides": 3}.get(name, 4)
+            signature[name] = ("constexpr",) * axes or "constexpr"
+            values.update({(index, axis): 1 for axis in range(axes)} or {(index,): 1})
         elif name == "geometry":
             signature[name] = ("i32",) * 6
         elif name.endswith("_strides"):
@@ -323,26 +329,29 @@ def test_kernels_compile_and_fit(name: str, architecture: int, tmp_path, monkeyp
     whole = tile_for("cell", dtype, case.tokens, case.dim) is not None
     for kind, kernel in kernels().items():
         tile = tile_for(kind, dtype, case.tokens, case.dim)
-        if kind != "forward" and (kind == "cell") != whole or kind == "dbias" and not case.bias:
+        if kind != "forward" and (kind == "cell") != whole:
             continue
         compiled = compile_for(kernel, architecture, dtype, case, tile)
         assert compiled.metadata.shared <= SHARED_MEMORY[80], kind
-        if architecture == 80 and is_plain:
-            assert stack_bytes(compiled, tmp_path) == 0, kind
+        if architecture == 80:
+            # With everything at once some programs spill a little; none lives in memory.
+            assert stack_bytes(compiled, tmp_path) <= (0 if is_plain and kind != "dbias" else 512), kind
         # Half precision runs on the tensor cores, float32 keeps its digits: no tf32.
         assert ("mma" in compiled.asm["ptx"]) == (dtype != torch.float32)
 
 
 @needs_triton
 @compiles
-def test_wide_offsets_compile(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("ones", [False, True])
+def test_wide_offsets_and_ones_compile(ones: bool, tmp_path, monkeypatch) -> None:
+    """Numbers that are 1 are constants to Triton, which has fewer operations for these than for tensors."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from dskernels.swin_attention.triton_common import tile_for
 
     case = Case(IMAGE, 3, 16, (4, 4), bias=True, cosine=True, rope=Rope())
     for kind, kernel in kernels().items():
         tile = tile_for(kind, torch.float16, case.tokens, case.dim)
-        assert compile_for(kernel, 80, torch.float16, case, tile, wide=True).asm["cubin"]
+        assert compile_for(kernel, 80, torch.float16, case, tile, wide=not ones, ones=ones).asm["cubin"]
 
 
 GPU_CASES = {
