@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dskernels.swin_attention.triton_backward import launch_cells
 from dskernels.swin_attention.triton_common import (
+    GEOMETRY,
     LOG2E,
     Problem,
     cells_of_program,
@@ -32,7 +33,7 @@ from dskernels.swin_attention.triton_tiled_backward import launch_tiles
 _PROGRAMS, _MOST_CELLS = 2048, 8
 
 
-@triton.jit(do_not_specialize=["geometry", "heads", "cells", "cells_of_program"])
+@triton.jit(do_not_specialize=[*GEOMETRY, "heads", "cells", "cells_of_program"])
 def _swin_attention_fwd_kernel(
     qkv,
     cos,
@@ -42,7 +43,12 @@ def _swin_attention_fwd_kernel(
     qkv_strides,
     bias_strides,
     table_stride,
-    geometry,
+    image_height,
+    image_width,
+    grid_width,
+    cells_of_image,
+    top,
+    left,
     heads,
     scale,
     out,
@@ -64,6 +70,7 @@ def _swin_attention_fwd_kernel(
     TILES: tl.constexpr = (TOKENS + BLOCK_M - 1) // BLOCK_M
     WHOLE: tl.constexpr = BLOCK_M >= TOKENS and BLOCK_N >= TOKENS
     COSINE: tl.constexpr = logit_scale is not None
+    geometry = (image_height, image_width, grid_width, cells_of_image, top, left)
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % heads
     first_cell = tl.program_id(0) // TILES // heads * cells_of_program
     columns = tl.arange(0, BLOCK_D)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dskernels.swin_attention.triton_common import (
+    GEOMETRY,
     LOG2E,
     SMALLEST_NORM,
     Problem,
@@ -92,7 +93,7 @@ def turned_back(
     return grad
 
 
-@triton.jit(do_not_specialize=["geometry", "heads", "cells", "cells_of_program"])
+@triton.jit(do_not_specialize=[*GEOMETRY, "heads", "cells", "cells_of_program"])
 def _swin_attention_bwd_cell_kernel(
     qkv,
     cos,
@@ -102,7 +103,12 @@ def _swin_attention_bwd_cell_kernel(
     qkv_strides,
     bias_strides,
     table_stride,
-    geometry,
+    image_height,
+    image_width,
+    grid_width,
+    cells_of_image,
+    top,
+    left,
     heads,
     scale,
     grad_out,
@@ -126,6 +132,7 @@ def _swin_attention_bwd_cell_kernel(
     """``grad_qkv`` of one head in some cells, and their sums ``[programs, heads, ...]``; of square tiles."""
     TOKENS: tl.constexpr = HEIGHT * WIDTH
     COSINE: tl.constexpr = logit_scale is not None
+    geometry = (image_height, image_width, grid_width, cells_of_image, top, left)
     chunk, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     first_cell = chunk * cells_of_program
     columns = tl.arange(0, BLOCK_D)

@@ -20,6 +20,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # What torch.nn.functional.normalize divides by at least.
 SMALLEST_NORM = tl.constexpr(1e-12)
 
+# Arguments of all kernels, as `Problem.geometry` has them: numbers of each their own, since a tuple cannot be kept from
+# being compiled for what its numbers happen to be.
+GEOMETRY = ("image_height", "image_width", "grid_width", "cells_of_image", "top", "left")
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -39,7 +43,7 @@ class Tile(NamedTuple):
 # change bits between runs.
 TILES = {
     "forward": {
-        16: {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 1), 256: Tile(64, 32, 8, 1)},
+        16: {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 8, 1)},
         32: {32: Tile(64, 64, 8, 1), 64: Tile(64, 32, 8, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)},
     },
     "cell": {
@@ -96,16 +100,17 @@ def tokens_of(
         each token in the cell, int64 if addresses inside of a cell are ``WIDE``; its place in the window; and whether
         it is there.
     """
-    height, width, columns_of_grid, cells_of_image, top, left = geometry
-    cell_row = cell % cells_of_image // columns_of_grid * HEIGHT - top
-    cell_column = cell % cells_of_image % columns_of_grid * WIDTH - left
+    image_height, image_width, grid_width, cells_of_image, top, left = geometry
+    cell_row = cell % cells_of_image // grid_width * HEIGHT - top
+    cell_column = cell % cells_of_image % grid_width * WIDTH - left
     place = first + tl.arange(0, BLOCK)
     row, column = place // WIDTH, place % WIDTH
     # Row and column compared at once, in fields of 12 bits whose highest one tells what is below 0: a program holds
     # this number for every column of its scores, and registers are what it has least of.
     both = row * 4096 + column
     low = tl.maximum(-cell_row, 0) * 4096 + tl.maximum(-cell_column, 0)
-    high = tl.minimum(height - cell_row, HEIGHT) * 4096 - 4096 + tl.minimum(width - cell_column, WIDTH) - 1
+    high = tl.minimum(image_height - cell_row, HEIGHT) * 4096 - 4096
+    high += tl.minimum(image_width - cell_column, WIDTH) - 1
     there = (((both - low) | (high - both)) & 0x800800) == 0
     if WIDE:
         row, column = row.to(tl.int64), column.to(tl.int64)
@@ -280,7 +285,7 @@ class Problem(NamedTuple):
         bias_strides = (0, 0, 0) if self.bias is None else self.bias.stride()
         table_stride = 0 if cos is None or cos.shape[0] == 1 else cos.stride(0)
         strides = self.qkv.stride(), bias_strides, table_stride
-        return self.qkv, cos, sin, self.bias, logit_scale, *strides, self.geometry, self.heads, self.scale
+        return self.qkv, cos, sin, self.bias, logit_scale, *strides, *self.geometry, self.heads, self.scale
 
     def constants(self, tile: Tile, *images: Tensor) -> dict[str, Any]:
         """What a kernel is compiled for; ``images`` are what it takes besides the inputs."""

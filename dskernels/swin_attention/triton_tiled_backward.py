@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dskernels.swin_attention.triton_backward import accumulate, joined, new_sums, turned_back, weights_of
 from dskernels.swin_attention.triton_common import (
+    GEOMETRY,
     LOG2E,
     Problem,
     Tile,
@@ -48,7 +49,7 @@ def _load_seen(grad_out, strides, queries, columns, inverse_total, D: tl.constex
     return load_tile(grad_out, queries, strides, columns, mask)
 
 
-@triton.jit(do_not_specialize=["geometry", "heads"])
+@triton.jit(do_not_specialize=[*GEOMETRY, "heads"])
 def _swin_attention_bwd_dq_kernel(
     qkv,
     cos,
@@ -58,7 +59,12 @@ def _swin_attention_bwd_dq_kernel(
     qkv_strides,
     bias_strides,
     table_stride,
-    geometry,
+    image_height,
+    image_width,
+    grid_width,
+    cells_of_image,
+    top,
+    left,
     heads,
     scale,
     grad_out,
@@ -83,6 +89,7 @@ def _swin_attention_bwd_dq_kernel(
     TOKENS: tl.constexpr = HEIGHT * WIDTH
     TILES: tl.constexpr = (TOKENS + BLOCK_M - 1) // BLOCK_M
     COSINE: tl.constexpr = logit_scale is not None
+    geometry = (image_height, image_width, grid_width, cells_of_image, top, left)
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % heads
     cell = tl.program_id(0) // TILES // heads
     columns = tl.arange(0, BLOCK_D)
@@ -168,7 +175,7 @@ def _swin_attention_bwd_dq_kernel(
         tl.store(scale_sums + (cell * TILES + tile).to(tl.int64) * heads + head, tl.sum(scale_sum, 0))
 
 
-@triton.jit(do_not_specialize=["geometry", "heads"])
+@triton.jit(do_not_specialize=[*GEOMETRY, "heads"])
 def _swin_attention_bwd_dkdv_kernel(
     qkv,
     cos,
@@ -178,7 +185,12 @@ def _swin_attention_bwd_dkdv_kernel(
     qkv_strides,
     bias_strides,
     table_stride,
-    geometry,
+    image_height,
+    image_width,
+    grid_width,
+    cells_of_image,
+    top,
+    left,
     heads,
     scale,
     grad_out,
@@ -202,6 +214,7 @@ def _swin_attention_bwd_dkdv_kernel(
     TOKENS: tl.constexpr = HEIGHT * WIDTH
     TILES: tl.constexpr = (TOKENS + BLOCK_N - 1) // BLOCK_N
     COSINE: tl.constexpr = logit_scale is not None
+    geometry = (image_height, image_width, grid_width, cells_of_image, top, left)
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % heads
     cell = tl.program_id(0) // TILES // heads
     columns = tl.arange(0, BLOCK_D)
@@ -250,7 +263,7 @@ def _swin_attention_bwd_dkdv_kernel(
     store_tile(head_at(dk_head, heads, grad_qkv_strides, D), keys, grad_qkv_strides, columns, mask, dv)
 
 
-@triton.jit(do_not_specialize=["geometry", "heads", "cells", "cells_of_program"])
+@triton.jit(do_not_specialize=[*GEOMETRY, "heads", "cells", "cells_of_program"])
 def _swin_attention_bwd_dbias_kernel(
     qkv,
     cos,
@@ -260,7 +273,12 @@ def _swin_attention_bwd_dbias_kernel(
     qkv_strides,
     bias_strides,
     table_stride,
-    geometry,
+    image_height,
+    image_width,
+    grid_width,
+    cells_of_image,
+    top,
+    left,
     heads,
     scale,
     grad_out,
@@ -286,6 +304,7 @@ def _swin_attention_bwd_dbias_kernel(
     ROWS: tl.constexpr = (TOKENS + BLOCK_M - 1) // BLOCK_M
     TILES: tl.constexpr = ROWS * ((TOKENS + BLOCK_N - 1) // BLOCK_N)
     COSINE: tl.constexpr = logit_scale is not None
+    geometry = (image_height, image_width, grid_width, cells_of_image, top, left)
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % heads
     chunk = tl.program_id(0) // TILES // heads
     first_query, first_key = tile % ROWS * BLOCK_M, tile // ROWS * BLOCK_N

@@ -254,7 +254,7 @@ def compile_for(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from dskernels.swin_attention.triton_common import padded
+    from dskernels.swin_attention.triton_common import GEOMETRY, padded
 
     half = 0 if case.rope is None else (case.rope.rotary_dim or case.dim) // 2
     constants = {"HEIGHT": case.window[0], "WIDTH": case.window[1], "D": case.dim, "BLOCK_D": padded(case.dim)}
@@ -271,14 +271,12 @@ def compile_for(
             axes = {"table_stride": 0, "bias_strides": 3}.get(name, 4)
             signature[name] = ("constexpr",) * axes or "constexpr"
             values.update({(index, axis): 1 for axis in range(axes)} or {(index,): 1})
-        elif name == "geometry":
-            signature[name] = ("i32",) * 6
         elif name.endswith("_strides"):
             axes = 2 if name == "bias_strides" else 3
             signature[name], values[index, axes] = ("i32",) * axes + ("constexpr",), 1
             if axes == 3:
                 attributes.update({(index, axis): [["tt.divisibility", 16]] for axis in range(axes)})
-        elif name in NUMBERS:
+        elif name in (*GEOMETRY, *NUMBERS):
             signature[name] = "i32"
         elif name == "scale":
             signature[name] = "fp32"
@@ -329,13 +327,13 @@ def test_kernels_compile_and_fit(name: str, architecture: int, tmp_path, monkeyp
     whole = tile_for("cell", dtype, case.tokens, case.dim) is not None
     for kind, kernel in kernels().items():
         tile = tile_for(kind, dtype, case.tokens, case.dim)
-        if kind != "forward" and (kind == "cell") != whole:
+        if (kind != "forward" and (kind == "cell") != whole) or (kind == "dbias" and not case.bias):
             continue
         compiled = compile_for(kernel, architecture, dtype, case, tile)
         assert compiled.metadata.shared <= SHARED_MEMORY[80], kind
         if architecture == 80:
             # With everything at once some programs spill a little; none lives in memory.
-            assert stack_bytes(compiled, tmp_path) <= (0 if is_plain and kind != "dbias" else 512), kind
+            assert stack_bytes(compiled, tmp_path) <= (0 if is_plain else 1024), kind
         # Half precision runs on the tensor cores, float32 keeps its digits: no tf32.
         assert ("mma" in compiled.asm["ptx"]) == (dtype != torch.float32)
 
