@@ -20,8 +20,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # What torch.nn.functional.normalize divides by at least.
 SMALLEST_NORM = tl.constexpr(1e-12)
 
-# Arguments of all kernels, as `Problem.geometry` has them: numbers of each their own, since a tuple cannot be kept from
-# being compiled for what its numbers happen to be.
+# Arguments of all kernels, as `Problem.geometry` has them; not one tuple, since Triton cannot be kept from compiling a
+# kernel for what the numbers of a tuple happen to be.
 GEOMETRY = ("image_height", "image_width", "grid_width", "cells_of_image", "top", "left")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,9 +38,9 @@ class Tile(NamedTuple):
 
 # By kernel, bits of the inputs, and the head dimension, up to the one given. "cell" is the backward of whole cells,
 # which "dq", "dkdv" and "dbias" do in parts where a window or a head is too large for it. A program fits the 99 KB of
-# shared memory of consumer GPUs (sm_86, sm_89) and, without rotation and cosines, compiles for sm_80 without spilling
-# registers: the tests hold it to both. One table instead of a search at run time: that would cost seconds a shape, and
-# change bits between runs.
+# shared memory of consumer GPUs (sm_86, sm_89) and, without bias, rotation and cosines, compiles for sm_80 without
+# spilling registers: the tests hold it to both. One table instead of a search at run time: that would cost seconds a
+# shape, and change bits between runs.
 TILES = {
     "forward": {
         16: {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 1), 256: Tile(32, 32, 8, 1)},

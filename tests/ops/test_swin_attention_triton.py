@@ -316,8 +316,9 @@ COMPILED = {
 
 @needs_triton
 @compiles
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("name", "architecture"), [*((name, 80) for name in COMPILED), ("swin_bias", 90), ("rope", 90), ("tiled_float", 90)]
+)
 def test_kernels_compile_and_fit(name: str, architecture: int, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from dskernels.swin_attention.triton_common import tile_for
