@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from dsaccel.modules._sizes import Pair, Windows, check_count, check_probability, checked_pair, checked_windows
 from dsaccel.modules.swin_block import SwinBlock, check_position, check_version
+from dsaccel.modules.swin_checkpoints import build, options_of, read_source
+from dsaccel.modules.swin_names import TimmNames, TorchvisionNames
 from dskernels.checks import shape_of, wrong_value
 
 
@@ -218,6 +220,76 @@ class SwinTransformer(nn.Module):
     def base(cls, num_classes: int = 1000, **options: Any) -> SwinTransformer:
         """The papers' B: 128 components, 2-2-18-2 blocks; windows of 7, or 8 in version 2; ``options`` of the class."""
         return cls(**_sized(128, 18, (4, 8, 16, 32), num_classes, options))
+
+    @classmethod
+    def from_torchvision(
+        cls,
+        source: nn.Module | Mapping[str, Any],
+        *,
+        window_size: Windows | None = None,
+        pretrained_window_size: Windows | None = None,
+        stochastic_depth: float = 0.0,
+        padding: str = "attend",
+    ) -> SwinTransformer:
+        """The model with a copy of the weights of torchvision's ``swin_t``, ``swin_v2_t`` and so on.
+
+        Its outputs and gradients are those of torchvision, within rounding, for images of any size.
+
+        Args:
+            source: a ``SwinTransformer`` of torchvision without dropout, or its state dict.
+            window_size: another than that of the weights. The table of biases of version 1 is interpolated; the network
+                of version 2 takes any window. Default: that of the weights.
+            pretrained_window_size: the window of the weights, where nothing tells it: version 1, not square, from a
+                state dict. Default: that of the model or of the tables in the state dict.
+            stochastic_depth: as in the class; that of ``source`` is not taken over. Default: 0.
+            padding: as in `SwinAttention`. Default: ``"attend"``, as in torchvision.
+
+        Raises:
+            TypeError: ``source`` is no model and no state dict.
+            ValueError: it is another model, has dropout, a tensor is missing or left over, or the windows do not fit.
+        """
+        found = read_source(source, TorchvisionNames())
+        options = options_of(found, window_size, pretrained_window_size, None)
+        return build(cls, found, {**options, "stochastic_depth": stochastic_depth, "padding": padding})
+
+    @classmethod
+    def from_timm(
+        cls,
+        source: nn.Module | Mapping[str, Any],
+        *,
+        window_size: Windows | None = None,
+        pretrained_window_size: Windows | None = None,
+        image_size: Pair | None = None,
+        stochastic_depth: float = 0.0,
+        padding: str = "attend",
+    ) -> SwinTransformer:
+        """The model with a copy of the weights of timm's ``swin_*`` and ``swinv2_*``, or of the authors' checkpoints.
+
+        Its outputs and gradients are those of timm for the image size that timm's model was built for, within rounding,
+        if the tokens of each stage are a multiple of its window or no more than one. (Where they are not, timm rolls an
+        image before it fills it up, so that opposite borders meet in a window; here, as in torchvision, they do not.)
+
+        Args:
+            source: a ``SwinTransformer`` or ``SwinTransformerV2`` of timm without dropout and with average pooling, or
+                its state dict, or one of the authors of Swin.
+            window_size: another than that of the weights, as in `from_torchvision`; version 2 from a state dict needs
+                it, as nothing tells. Default: that of the weights.
+            pretrained_window_size: the window of the weights: for version 1 as in `from_torchvision`; for version 2
+                the one by which offsets are measured, if it was not ``window_size``. Default: what ``source`` tells.
+            image_size: a window larger than the tokens of its stage in such an image shrinks to them, as in timm.
+                Default: that of the model; of a state dict, none shrinks.
+            stochastic_depth: as in the class; that of ``source`` is not taken over. Default: 0.
+            padding: as in `SwinAttention`. Default: ``"attend"``, as in timm.
+
+        Raises:
+            TypeError: ``source`` is no model and no state dict.
+            ValueError: it is another model, or has dropout, another pooling or ``always_partition``; or a tensor is
+                missing or left over, or the windows do not fit.
+        """
+        found = read_source(source, TimmNames())
+        image_size = found.image_size if image_size is None else image_size
+        options = options_of(found, window_size, pretrained_window_size, image_size)
+        return build(cls, found, {**options, "stochastic_depth": stochastic_depth, "padding": padding})
 
     def features(self, images: Tensor) -> Tensor:
         """The normalized tokens of the last stage.
