@@ -6,6 +6,7 @@ the windows are taken from the model, from tables that tell their size, or from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -114,6 +115,10 @@ def options_of(
             measure or own or window for measure, own, window in zip(pretrained, found, windows, strict=True)
         ]
     hidden_dim = state["stages.0.blocks.0.mlp.fc1.weight"].shape[0]
+    mlp_ratio = hidden_dim / embed_dim
+    if int(embed_dim * mlp_ratio) < hidden_dim:
+        # The quotient was rounded down, and with it what a block makes of it.
+        mlp_ratio = math.nextafter(mlp_ratio, math.inf)
     return {
         **options,
         "image_channels": image_channels,
@@ -123,7 +128,7 @@ def options_of(
         "num_heads": heads,
         "num_classes": state["head.weight"].shape[0] if "head.weight" in state else 0,
         "version": version,
-        "mlp_ratio": hidden_dim / embed_dim,
+        "mlp_ratio": mlp_ratio,
         "qkv_bias": "stages.0.blocks.0.attn.qkv.bias" in state,
         "eps": source.eps,
     }
