@@ -60,12 +60,10 @@ def test_network_gives_the_bias_of_each_offset(window: tuple[int, int], pretrain
     module = ContinuousPositionBias(window, 3, hidden=9, pretrained_window_size=pretrained).double()
     for p in module.parameters():
         nn.init.normal_(p)
-    bias = module()
-    assert bias.isfinite().all()
-    for n, (y, x) in enumerate(places(window)):
-        for m, (v, u) in enumerate(places(window)):
-            expected = network(module, y - v, x - u, pretrained or window)
-            torch.testing.assert_close(bias[:, n, m], expected, rtol=1e-6, atol=1e-6)
+    offsets = [(y - v, x - u) for y, x in places(window) for v, u in places(window)]
+    of_offset = {offset: network(module, *offset, pretrained or window) for offset in set(offsets)}
+    expected = torch.stack([of_offset[offset] for offset in offsets], -1)
+    torch.testing.assert_close(module().flatten(1), expected, rtol=1e-6, atol=1e-6)
     parameters = tuple(module.parameters())
     if max(window) < 5:
         assert torch.autograd.gradcheck(lambda *_: module(), parameters, raise_exception=True)
@@ -117,25 +115,38 @@ def test_table_of_the_same_window_is_not_changed(old: tuple[int, int], dtype: to
     assert torch.equal(resized_bias_table(table, old, old), table)
 
 
-@pytest.mark.parametrize("new", [(9, 13), (5, 12), (12, 7)], ids=str)
-def test_resized_table_keeps_planes_and_the_center(new: tuple[int, int]) -> None:
-    """Cubic interpolation reproduces what is linear where all its points are inside."""
+def cubic(old: int, new: int) -> Tensor:
+    """The matrix of cubic convolution with a = -3/4 and repeated borders, from ``old`` points to ``new``."""
+
+    def kernel(t: float) -> float:
+        t, a = abs(t), -0.75
+        if t <= 1:
+            return (a + 2) * t**3 - (a + 3) * t**2 + 1
+        return a * (t**3 - 5 * t**2 + 8 * t - 4) if t < 2 else 0.0
+
+    matrix = torch.zeros(new, old, dtype=torch.float64)
+    for row in range(new):
+        # The n-th of N points lies at (n + 1/2) / N of the picture.
+        place = (row + 0.5) * old / new - 0.5
+        for point in range(math.floor(place) - 1, math.floor(place) + 3):
+            matrix[row, min(max(point, 0), old - 1)] += kernel(place - point)
+    return matrix
+
+
+@pytest.mark.parametrize("new", [(9, 13), (5, 12), (1, 7)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_resized_table_is_interpolated_head_by_head(new: tuple[int, int], dtype: torch.dtype) -> None:
     old = (7, 9)
-    sides, new_sides = [[2 * size - 1 for size in window] for window in (old, new)]
-    y, x = (torch.arange(side, dtype=torch.float64) - side // 2 for side in sides)
-    heads = torch.tensor([[0.3, -0.2, 1.0], [-1.0, 0.5, 2.0]], dtype=torch.float64)
-    table = torch.stack([a * y[:, None] + b * x + c for a, b, c in heads], -1).flatten(0, 1)
-    resized = resized_bias_table(table, old, new).unflatten(0, new_sides)
-    # The n-th of N new points lies at (n + 1/2) / N of the picture.
-    v, u = (
-        ((torch.arange(m, dtype=torch.float64) + 0.5) * n / m - 0.5 - n // 2)
-        for n, m in zip(sides, new_sides, strict=True)
-    )
-    inside = (v.abs() <= sides[0] // 2 - 2)[:, None] & (u.abs() <= sides[1] // 2 - 2)
-    expected = torch.stack([a * v[:, None] + b * u + c for a, b, c in heads], -1)
-    assert inside.sum() > 9
-    torch.testing.assert_close(resized[inside], expected[inside], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(resized[new_sides[0] // 2, new_sides[1] // 2], heads[:, 2])
+    rows, columns = (cubic(2 * n - 1, 2 * m - 1) for n, m in zip(old, new, strict=True))
+    table = torch.randn(13 * 17, 2, dtype=dtype)
+    resized = resized_bias_table(table, old, new)
+    pictures = table.double().T.unflatten(1, (13, 17))
+    expected = (rows @ pictures @ columns.T).flatten(1).T
+    rounding = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3}[dtype]
+    assert resized.dtype == dtype
+    torch.testing.assert_close(resized.double(), expected, rtol=rounding, atol=rounding)
+    flat = resized_bias_table(torch.full((13 * 17, 2), 0.3, dtype=torch.float64), old, new)
+    torch.testing.assert_close(flat, torch.full_like(flat, 0.3))
 
 
 ERRORS = {
