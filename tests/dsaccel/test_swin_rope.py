@@ -99,6 +99,21 @@ def test_attention_is_the_same_with_and_without_gradient_of_frequencies(padding:
     assert len(calls) == 1
 
 
+def test_gradient_of_frequencies_by_torch_func() -> None:
+    attention = SwinAttention(16, 2, 4, rope=MixedRope2d(8, 4, 2)).double()
+    x = torch.randn(1, 5, 6, 16, dtype=torch.float64)
+    parameters = dict(attention.named_parameters())
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(attention, parameters, (x,)).square().sum()
+
+    grads = torch.func.grad(loss)(parameters)
+    loss(parameters).backward()
+    for name, p in parameters.items():
+        assert p.grad.any()
+        torch.testing.assert_close(grads[name], p.grad)
+
+
 def test_mixed_starts_from_axial_frequencies_turned_by_an_angle_a_head() -> None:
     rope = MixedRope2d(16, 7, 64, theta=10.0)
     x, y = rope.frequencies.detach()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dsaccel.modules import SwinTransformer
+from dsaccel.modules.swin_attention import QKVLinear
+from dsaccel.quant import QuantizedLinear, quantize_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,6 +156,17 @@ def test_model_compiles_whole() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     images = torch.randn(2, 3, 14, 22)
     torch.testing.assert_close(compiled(images), model(images))
+
+
+@pytest.mark.parametrize(("version", "kept"), [(1, 0), (2, 3)])
+def test_model_can_be_quantized_but_for_projections_without_bias_of_keys(version: int, kept: int) -> None:
+    model = made({"version": version, "embed_dim": 32, "padding": "attend"}).eval()
+    images = torch.randn(2, 3, 14, 22)
+    before = model(images)
+    quantize_(model, "int8_dynamic")
+    assert sum(isinstance(module, QKVLinear) for module in model.modules()) == kept
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 14 - kept
+    assert 0 < (model(images) - before).abs().max() < 0.1 * before.abs().max()
 
 
 def call(images: Tensor) -> Tensor:
