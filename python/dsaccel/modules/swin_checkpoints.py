@@ -50,7 +50,7 @@ def read_source(source: nn.Module | Mapping[str, Any], names: Names) -> Source:
         TypeError: ``source`` is neither.
         ValueError: it is of another kind, or has what cannot be had here.
     """
-    model = source if isinstance(source, nn.Module) else None
+    model: Any = source if isinstance(source, nn.Module) else None
     if model is not None:
         _check_model(model, names)
         tensors: Mapping[str, Any] = model.state_dict()
@@ -79,7 +79,7 @@ def read_source(source: nn.Module | Mapping[str, Any], names: Names) -> Source:
             pretrained[stage] = (measure[0], measure[1])
     size = getattr(getattr(model, "patch_embed", None), "img_size", None)
     image_size = None if size is None else (size[0], size[1])
-    return Source(renamed, old_names, windows, pretrained, image_size, model.norm.eps, model.training)  # type: ignore
+    return Source(renamed, old_names, windows, pretrained, image_size, model.norm.eps, model.training)
 
 
 def options_of(
