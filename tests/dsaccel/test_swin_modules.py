@@ -22,7 +22,6 @@ from dsaccel.modules import (
     SwinBlock,
 )
 from dsaccel.modules.swin_block import StochasticDepth
-from dskernels.testing import assert_close_to_reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,14 +117,15 @@ def test_attention_and_gradients_equal_rolled_windows(case: dict, size: tuple[in
     chosen = dk.use_backend("reference") if backend == "reference" else contextlib.nullcontext()
     with chosen:
         result = gradients(module, module, x, weights)
-    plain = gradients(module, lambda x: rolled(module, x), x, weights)
     exact_module = copy.deepcopy(module).double()
     exact = gradients(exact_module, lambda x: rolled(exact_module, x), x.double(), weights.double())
     for name in exact:
         if exact[name] is None:
             assert result[name] is None
         else:
-            assert_close_to_reference(result[name], exact[name], plain[name], name)
+            # The op's own tests measure its rounding; here a wrong argument is to show, in float32.
+            bound = 1e-4 * float(exact[name].abs().max())
+            torch.testing.assert_close(result[name].double(), exact[name], rtol=0, atol=bound, msg=name)
     with torch.no_grad():
         torch.testing.assert_close(exact_module(x.double()), exact["out"], rtol=1e-10, atol=1e-10)
 
