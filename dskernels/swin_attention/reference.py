@@ -38,7 +38,8 @@ def partition(x: Tensor, window: Window) -> Tensor:
     x = torch.nn.functional.pad(x, (0, 0, left, right, top, bottom))
     rows, columns = x.shape[1] // window.height, x.shape[2] // window.width
     x = x.reshape(x.shape[0], rows, window.height, columns, window.width, x.shape[3])
-    return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], rows * columns, -1, x.shape[5])
+    tokens = window.height * window.width
+    return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], rows * columns, tokens, x.shape[5])
 
 
 def merge(x: Tensor, window: Window, height: int, width: int) -> Tensor:
@@ -66,6 +67,11 @@ def compute_dtype(qkv: Tensor) -> torch.dtype:
     return torch.float64 if qkv.dtype == torch.float64 else torch.float32
 
 
+def _norm(x: Tensor) -> Tensor:
+    # Bounded before the root, which has no finite derivative at 0, where padding is.
+    return x.square().sum(-1, keepdim=True).clamp_min(_SMALLEST_NORM**2).sqrt()
+
+
 def _operands(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, window: Window, cosine: bool, interleaved: bool
 ) -> _Operands:
@@ -76,7 +82,7 @@ def _operands(
     q_BGHND, k_BGHMD, v_BGHMD = windows.permute(3, 0, 1, 4, 2, 5)
     normalized = norms = None
     if cosine:
-        norms = tuple(x.square().sum(-1, keepdim=True).sqrt().clamp_min(_SMALLEST_NORM) for x in (q_BGHND, k_BGHMD))
+        norms = (_norm(q_BGHND), _norm(k_BGHMD))
         normalized = (q_BGHND / norms[0], k_BGHMD / norms[1])
         q_BGHND, k_BGHMD = normalized
     rope_HND = None
@@ -155,6 +161,8 @@ def swin_attention_backward_reference(
         do_BGHND = partition(grad_out, window).to(dtype).unflatten(-1, (heads, -1)).transpose(2, 3)
         dp_BGHNM = do_BGHND @ x.v_BGHMD.mT
         ds_BGHNM = p_BGHNM * (dp_BGHNM - (p_BGHNM * dp_BGHNM).sum(-1, keepdim=True))
+        # 0 * NaN: what is not finite in a window is nothing to the pairs of places that the window lacks.
+        ds_BGHNM = torch.where(x.present_G1N1 & x.present_G1N1.mT, ds_BGHNM, 0)
         grad_bias = ds_BGHNM.sum((0, 1)) if bias_needs_grad else ds_BGHNM.new_empty(0)
         dq_BGHND, dk_BGHMD = ds_BGHNM @ x.k_BGHMD, ds_BGHNM.mT @ x.q_BGHND
         dv_BGHMD = p_BGHNM.mT @ do_BGHND
