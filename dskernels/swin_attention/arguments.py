@@ -154,10 +154,10 @@ def _padded(qkv: Tensor, height: int, width: int, padding: str, pad_qkv: Tensor 
         return qkv
     if pad_qkv is None:
         return torch.nn.functional.pad(qkv, (0, 0, 0, right, 0, bottom))
-    token = pad_qkv.to(qkv.dtype)
     batch, rows, columns, channels = qkv.shape
-    qkv = torch.cat((qkv, token.expand(batch, rows, right, channels)), 2)
-    return torch.cat((qkv, token.expand(batch, bottom, columns + right, channels)), 1)
+    # Cast when it is many tokens, so that their gradients are summed in float32.
+    qkv = torch.cat((qkv, pad_qkv.expand(batch, rows, right, channels).to(qkv.dtype)), 2)
+    return torch.cat((qkv, pad_qkv.expand(batch, bottom, columns + right, channels).to(qkv.dtype)), 1)
 
 
 def why_not_cpu(call: SwinAttentionCall) -> str | None:

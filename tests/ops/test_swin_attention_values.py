@@ -91,7 +91,7 @@ def test_without_shift_there_is_no_mask(backend: str) -> None:
 
 
 def by_region(inputs: Inputs, options: Options, backend: str) -> Tensor:
-    """The op called without shift on each rectangle that the grid cuts out of the image, and the corners of its bias."""
+    """The op called without shift on each rectangle that the grid cuts out of the image, with its part of the bias."""
     out = inputs.qkv.new_zeros(*inputs.qkv.shape[:3], inputs.qkv.shape[3] // 3)
     bias = inputs.bias.view(options.heads, *options.window, *options.window)
     edges = []
