@@ -20,14 +20,27 @@ struct TileOperand {
   DSKERNELS_INLINE float operator()(int m, int64_t k) const { return data[m * RowStride + k * StepStride]; }
 };
 
-// acc[m][n] += sum over k in [begin, end) of a(m, k) * b[k][n], b in rows of `stride` floats.
-template <int M, int N, class A>
-DSKERNELS_INLINE void multiply_accumulate(VecF (&acc)[M][N], const A& a, const float* b, int64_t stride, int64_t begin,
-                                          int64_t end) {
+// Operand B: rows of vectors that lie `stride` floats apart, or anywhere.
+struct StridedRows {
+  const float* data;
+  int64_t stride;
+  DSKERNELS_INLINE const float* operator()(int64_t k) const { return data + k * stride; }
+};
+
+struct ScatteredRows {
+  const float* const* row;
+  int64_t column;
+  DSKERNELS_INLINE const float* operator()(int64_t k) const { return row[k] + column; }
+};
+
+// acc[m][n] += sum over k in [begin, end) of a(m, k) * b(k)[n].
+template <int M, int N, class A, class B>
+DSKERNELS_INLINE void multiply_accumulate(VecF (&acc)[M][N], const A& a, const B& b, int64_t begin, int64_t end) {
   _Pragma("GCC unroll 2") for (int64_t k = begin; k < end; ++k) {
+    const float* row = b(k);
     VecF columns[N];
     DSKERNELS_UNROLL
-    for (int n = 0; n < N; ++n) columns[n] = load(b + k * stride + n * kLanes);
+    for (int n = 0; n < N; ++n) columns[n] = load(row + n * kLanes);
     DSKERNELS_UNROLL
     for (int m = 0; m < M; ++m) {
       const float factor = a(m, k);
@@ -35,6 +48,12 @@ DSKERNELS_INLINE void multiply_accumulate(VecF (&acc)[M][N], const A& a, const f
       for (int n = 0; n < N; ++n) acc[m][n] += factor * columns[n];
     }
   }
+}
+
+template <int M, int N, class A>
+DSKERNELS_INLINE void multiply_accumulate(VecF (&acc)[M][N], const A& a, const float* b, int64_t stride, int64_t begin,
+                                          int64_t end) {
+  multiply_accumulate(acc, a, StridedRows{b, stride}, begin, end);
 }
 
 // The same where row m only takes part for k in [low[m], high[m]), one branch a row: for the edges of a band.

@@ -1,30 +1,13 @@
 // How rows of q, k, v and their kin come into a task's fp32 scratch: converted, rotated, ahead of their use.
 #pragma once
 
+#include "common/carver.h"
 #include "common/rope.h"
 #include "common/rows.h"
 #include "window_attention/args.h"
 
 namespace dskernels {
 namespace {
-
-// Hands out 64-byte aligned parts of a task's scratch; with base null it only counts.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<char*>(base)) {}
-
-  float* floats(int64_t count) {
-    float* part = base_ == nullptr ? nullptr : reinterpret_cast<float*>(base_ + used_);
-    used_ += round_up(count * int64_t{sizeof(float)}, 64);
-    return part;
-  }
-
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
 
 DSKERNELS_INLINE char* row_address(const View4& view, int64_t b, int64_t h, int64_t i) {
   const int64_t element = b * view.stride[0] + h * view.stride[1] + i * view.stride[2];
