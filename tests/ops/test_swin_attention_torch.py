@@ -153,6 +153,8 @@ class Block(torch.nn.Module):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("padding", ["mask", "attend"])
 def test_export_with_free_sizes(padding: str, strict: bool, backend: str) -> None:
+    if backend == "reference" and (strict or padding == "attend"):
+        pytest.skip("the code for plain PyTorch is not ours to test, and takes long to export")
     block = Block(backend, padding)
     free = dict(enumerate(torch.export.Dim.DYNAMIC for _ in range(3)))
     program = torch.export.export(block, (torch.randn(3, 9, 11, 32),), dynamic_shapes={"x": free}, strict=strict)
@@ -231,7 +233,8 @@ def test_inference_mode_and_no_grad(backend: str) -> None:
 
 def test_saved_tensors_may_not_change_in_place(backend: str) -> None:
     """The backward computes from the inputs again, so autograd must know that it needs them."""
-    for i in range(3):
+    # A bias that is only added is not needed again, and the reference's gradients are torch's own.
+    for i in (0, 2) if backend == "reference" else range(3):
         leaves = tensors()
         inputs = [x.clone() for x in leaves]
         out = attend(*inputs, backend)
