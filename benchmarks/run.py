@@ -143,13 +143,14 @@ def run_case(case: Case, options: argparse.Namespace, about: dict[str, Any]) -> 
     records: dict[str, Record] = {lane.name: _record(case, lane, about) for lane in case.lanes}
     runs: dict[str, Callable[[], Any]] = {}
     own_threads = set()
-    for problem in dict.fromkeys(lane.problem for lane in case.lanes):
+    lanes = [lane for lane in case.lanes if _takes_part(lane, records[lane.name], options.peers)]
+    for problem in dict.fromkeys(lane.problem for lane in lanes):
         inputs = problem.draw()
         expected = Expected(problem, inputs)
-        for lane in case.lanes:
+        for lane in lanes:
             if lane.problem != problem:
                 continue
-            prepared = _prepared(lane, inputs, expected, records[lane.name], options.peers)
+            prepared = _prepared(lane, inputs, expected, records[lane.name])
             if prepared is not None:
                 runs[lane.name] = prepared.run
                 own_threads |= {lane.name} if prepared.own_threads else set()
@@ -173,25 +174,32 @@ def run_case(case: Case, options: argparse.Namespace, about: dict[str, Any]) -> 
     return list(records.values())
 
 
-def _prepared(lane: Lane, inputs: Any, expected: Expected, record: Record, wanted: list[str] | None) -> Prepared | None:
-    """The lane, ready and found right; else None, with the reason in its record."""
-    ours = lane.competitor.name == OURS
+def _takes_part(lane: Lane, record: Record, wanted: list[str] | None) -> bool:
+    """Whether the lane can take its problem and was asked for; else its record says why not."""
     reason = lane.competitor.refuses(lane.problem)
-    if reason is None and not ours and wanted is not None and lane.competitor.name not in wanted:
+    if reason is None and lane.competitor.name != OURS and wanted is not None and lane.competitor.name not in wanted:
         reason = "not asked for (--peers)"
-    prepared = None
-    if reason is None:
-        try:
-            prepared = lane.competitor.prepare(lane.problem, inputs)
-            results = prepared.comparable(prepared.run())
-        except Exception as error:
-            # A peer that cannot run here is a line in the report. We must run, or say in full why not.
-            if ours:
-                raise
-            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    if prepared is None or reason is not None:
-        record.status, record.reason = SKIPPED, reason
-        print(f"  skipped  {lane.name}: {reason}")
+    if reason is not None:
+        _skip(lane, record, reason)
+    return reason is None
+
+
+def _skip(lane: Lane, record: Record, reason: str) -> None:
+    record.status, record.reason = SKIPPED, reason
+    print(f"  skipped  {lane.name}: {reason}")
+
+
+def _prepared(lane: Lane, inputs: Any, expected: Expected, record: Record) -> Prepared | None:
+    """The lane, ready and found right; else None, with the reason in its record."""
+    try:
+        prepared = lane.competitor.prepare(lane.problem, inputs)
+        results = prepared.comparable(prepared.run())
+    except Exception as error:
+        # A peer that cannot run here is a line in the report. We must run, or say in full why not.
+        if lane.competitor.name == OURS:
+            raise
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        _skip(lane, record, f"{type(error).__name__}: {first_line}")
         return None
     record.notes = dict(prepared.notes)
     fault = why_wrong(lane, results, expected)

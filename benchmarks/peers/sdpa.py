@@ -1,4 +1,8 @@
-"""Eager rotary embedding of the query and ``F.scaled_dot_product_attention`` over a cache that is seen whole."""
+"""``F.scaled_dot_product_attention`` over all there is: a cache after eager rotation of the query, or Swin's windows.
+
+Windows are partitioned and merged as by hand, and the bias and the mask of a shift are one ``attn_mask``, as in timm's
+models.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,11 @@ from torch import Tensor
 from benchmarks.case import Competitor, Prepared
 from benchmarks.peers._rope import rotation
 from benchmarks.peers._trials import fastest
+from benchmarks.peers._windows import merge, partition, region_mask
 from dskernels import RopeTable
 
 if TYPE_CHECKING:
+    from benchmarks.ops import swin_attention
     from benchmarks.ops.window_attention_decode import DecodeProblem, Inputs
 
 
@@ -41,8 +47,26 @@ def _prepare(problem: DecodeProblem, inputs: Inputs) -> Prepared:
     return Prepared(runs[best], {"form": best, "forms_tried": list(runs)})
 
 
+def _prepare_windows(problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs) -> Prepared:
+    # A buffer of the model; the bias is a parameter and joins it in every call.
+    mask = region_mask(problem, inputs.qkv)[:, None] if problem.shift else None
+
+    def attend(qkv: Tensor, bias: Tensor, logit_scale: Tensor | None = None) -> Tensor:
+        q, k, v = partition(qkv, problem)
+        scale = problem.head_dim**-0.5
+        if logit_scale is not None:
+            q, k, scale = F.normalize(q, dim=-1) * logit_scale.view(-1, 1, 1), F.normalize(k, dim=-1), 1.0
+        added = bias[None] if mask is None else (bias + mask).repeat(problem.batch, 1, 1, 1)
+        return merge(F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=scale), problem)
+
+    return Prepared(inputs.step(attend), {"mask": "bias and regions, dense"})
+
+
 COMPETITORS = {
     "window_attention_decode": Competitor(
         name="sdpa", title="RoPE + SDPA over the whole cache", refuses=lambda problem: None, prepare=_prepare
-    )
+    ),
+    "swin_attention": Competitor(
+        name="sdpa", title="partition + SDPA", refuses=lambda problem: None, prepare=_prepare_windows
+    ),
 }

@@ -236,8 +236,8 @@ class Embedding {
 
   // Takes the gradients of rows as they entered the products, which `rows` still holds, back to those of the rows as
   // they were, in place. Returns the sum of their products with the rows.
-  float apply_backward(const Rows& rows, const float* norms, float* const* grads) const {
-    float sum = 0.0f;
+  double apply_backward(const Rows& rows, const float* norms, float* const* grads) const {
+    double sum = 0.0;
     for (int64_t i = 0; i < places_.count; ++i) {
       float* grad = grads[i];
       if (args_.logit_scale != nullptr) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/tile.h"
+#include "common/transpose.h"
 #include "window_attention/cpu_rows.h"
 
 namespace dskernels {
@@ -42,32 +43,11 @@ struct Window {
   }
 };
 
-// to[d][r] = from[r][d] for `tile` rows of stride `stride`.
+// to[d][r] = from[r][d] for a tile's rows of stride `stride`.
 template <int kTile>
 inline void transpose_tile(const float* from, int64_t stride, int64_t dim, float* to) {
-  static_assert(kTile % 4 == 0);
-  int64_t d = 0;
-  for (; d + 4 <= dim; d += 4) {
-    for (int r = 0; r < kTile; r += 4) {
-      const float* source = from + r * stride + d;
-      const Vec4 a = *reinterpret_cast<const Vec4*>(source);
-      const Vec4 b = *reinterpret_cast<const Vec4*>(source + stride);
-      const Vec4 c = *reinterpret_cast<const Vec4*>(source + 2 * stride);
-      const Vec4 e = *reinterpret_cast<const Vec4*>(source + 3 * stride);
-      const Vec4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5),
-                 ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
-      const Vec4 ce_low = __builtin_shufflevector(c, e, 0, 4, 1, 5),
-                 ce_high = __builtin_shufflevector(c, e, 2, 6, 3, 7);
-      float* target = to + d * kTile + r;
-      *reinterpret_cast<Vec4*>(target) = __builtin_shufflevector(ab_low, ce_low, 0, 1, 4, 5);
-      *reinterpret_cast<Vec4*>(target + kTile) = __builtin_shufflevector(ab_low, ce_low, 2, 3, 6, 7);
-      *reinterpret_cast<Vec4*>(target + 2 * kTile) = __builtin_shufflevector(ab_high, ce_high, 0, 1, 4, 5);
-      *reinterpret_cast<Vec4*>(target + 3 * kTile) = __builtin_shufflevector(ab_high, ce_high, 2, 3, 6, 7);
-    }
-  }
-  for (; d < dim; ++d) {
-    for (int r = 0; r < kTile; ++r) to[d * kTile + r] = from[r * stride + d];
-  }
+  transpose<kTile>([&](int64_t r) __attribute__((always_inline)) { return from + r * stride; }, kTile, dim, to,
+                   [](VecF x) __attribute__((always_inline)) { return x; });
 }
 
 // A tile of queries and the key range of each. Lanes past `count` repeat the last query's range and hold zeros.

@@ -155,6 +155,11 @@ def _padded(qkv: Tensor, height: int, width: int, padding: str, pad_qkv: Tensor 
     if pad_qkv is None:
         return torch.nn.functional.pad(qkv, (0, 0, 0, right, 0, bottom))
     batch, rows, columns, channels = qkv.shape
+    if torch.compiler.is_compiling():
+        # A concatenation asks which of its parts are empty.
+        around = (0, 0, 0, right, 0, bottom)
+        inside = torch.nn.functional.pad(qkv.new_ones((1, rows, columns, 1), dtype=torch.bool), around)
+        return torch.where(inside, torch.nn.functional.pad(qkv, around), pad_qkv.to(qkv.dtype))
     # Cast when it is many tokens, so that their gradients are summed in float32.
     qkv = torch.cat((qkv, pad_qkv.expand(batch, rows, right, channels).to(qkv.dtype)), 2)
     return torch.cat((qkv, pad_qkv.expand(batch, bottom, columns + right, channels).to(qkv.dtype)), 1)

@@ -70,11 +70,6 @@ def compute_dtype(qkv: Tensor) -> torch.dtype:
     return torch.float64 if qkv.dtype == torch.float64 else torch.float32
 
 
-def _norm(x: Tensor) -> Tensor:
-    # Bounded before the root, which has no finite derivative at 0, where padding is.
-    return x.square().sum(-1, keepdim=True).clamp_min(_SMALLEST_NORM**2).sqrt()
-
-
 def _operands(
     qkv: Tensor, cos: Tensor | None, sin: Tensor | None, heads: int, window: Window, cosine: bool, interleaved: bool
 ) -> _Operands:
@@ -85,7 +80,9 @@ def _operands(
     q_BGHND, k_BGHMD, v_BGHMD = windows.permute(3, 0, 1, 4, 2, 5)
     normalized = norms = None
     if cosine:
-        norms = (_norm(q_BGHND), _norm(k_BGHMD))
+        # Bounded before the root, whose derivative at 0 is infinite: the keys of padding may all be zeros.
+        squares = (x.square().sum(-1, keepdim=True).clamp_min(_SMALLEST_NORM**2) for x in (q_BGHND, k_BGHMD))
+        norms = tuple(square.sqrt() for square in squares)
         normalized = (q_BGHND / norms[0], k_BGHMD / norms[1])
         q_BGHND, k_BGHMD = normalized
     rope_HND = None

@@ -77,8 +77,9 @@ def test_compile_fullgraph_dynamic(padding: str, compiler: str, backend: str) ->
         pytest.skip("the code for plain PyTorch is not ours to test, and takes long to compile")
     torch._dynamo.reset()
 
-    def call(*inputs: Tensor) -> Tensor:
-        return attend(*inputs, backend, padding=padding)
+    def call(qkv: Tensor, bias: Tensor, logit_scale: Tensor) -> Tensor:
+        pad = qkv.mean((0, 1, 2)) if padding == "attend" else None
+        return attend(qkv, bias, logit_scale, backend, padding=padding, pad_qkv=pad)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=compiler)
     # Not two images first: torch would take their number for that of the heads.
@@ -233,8 +234,9 @@ def test_inference_mode_and_no_grad(backend: str) -> None:
 
 def test_saved_tensors_may_not_change_in_place(backend: str) -> None:
     """The backward computes from the inputs again, so autograd must know that it needs them."""
-    # A bias that is only added is not needed again, and the reference's gradients are torch's own.
-    for i in (0, 2) if backend == "reference" else range(3):
+    if backend == "reference":
+        pytest.skip("what the reference needs again is torch's own matter")
+    for i in range(3):
         leaves = tensors()
         inputs = [x.clone() for x in leaves]
         out = attend(*inputs, backend)
