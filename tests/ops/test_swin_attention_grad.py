@@ -63,6 +63,23 @@ def test_default_of_the_backward_operator(rope: Rope | None, cosine: bool) -> No
     assert grad_bias.shape == grad_logit_scale.shape == (0,)
 
 
+@pytest.mark.parametrize("part", ["q", "k", "v", "grad_out"])
+def test_default_of_the_backward_operator_keeps_nan_to_pairs_that_there_are(part: str) -> None:
+    inputs, grad_out = draw((1, 9, 9), 8, Options((7, 7)), torch.float64)
+    # The last window has four tokens.
+    if part == "grad_out":
+        grad_out[0, 8, 8] = torch.nan
+    else:
+        inputs.qkv.unflatten(-1, (3, 8))[0, 8, 8, "qkv".index(part)] = torch.nan
+    options = (None, None, inputs.bias.double(), None, 1, 7, 7, 0, 0, 0.4, False)
+    _, grad_bias, _ = swin_attention_backward_reference(grad_out, inputs.qkv, *options, True, False)
+    places = torch.tensor([0, 1, 7, 8])
+    there = torch.zeros(49, 49, dtype=torch.bool)
+    there[places[:, None], places] = True
+    assert grad_bias[0, there].isnan().any()
+    assert grad_bias[0, ~there].isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_short_and_zero_tokens_in_cosine_attention(dtype: torch.dtype, backend: str) -> None:
     """As normalize has it: divided by 1e-12 at least, with a finite gradient at 0."""
