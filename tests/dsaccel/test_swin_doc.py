@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from installed import require
 
 import dsaccel.modules
 
@@ -31,8 +32,8 @@ def test_examples_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_examples_of_loading_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torchvision", reason="torchvision is not installed")
-    pytest.importorskip("timm", reason="timm is not installed")
+    require("torchvision")
+    require("timm")
     imports = "import torch\nfrom dsaccel.modules import SwinTransformer\n"
     run([("python", imports), *BLOCKS[LOADING:]], capsys, {})
 

@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
+from installed import require
 from torch import Tensor, nn
 
 from dsaccel.modules import SwinTransformer
 from dsaccel.modules.swin_bias import resized_bias_table
 
-timm = pytest.importorskip("timm", reason="timm is not installed")
+timm = require("timm")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+from installed import require
 from torch import Tensor, nn
 
 from dsaccel.modules import SwinTransformer
 from dsaccel.modules.swin_bias import resized_bias_table
 
-torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
+torchvision = require("torchvision")
 
 from torchvision.models import swin_transformer as theirs  # noqa: E402
 
