@@ -102,8 +102,8 @@ def swin_attention(
     )
     out: Tensor
     (out,) = _operator.choose(call, backend).run(call)
-    # A trace of sizes that vary must not ask whether there was something to fill up, and slices ask.
-    if padding == "mask" or (not torch.compiler.is_compiling() and out.shape[1:3] == qkv.shape[1:3]):
+    # An export of free sizes must not ask whether there was something to fill up, and slices ask.
+    if padding == "mask" or (not torch.compiler.is_exporting() and out.shape[1:3] == qkv.shape[1:3]):
         return out
     bottom, right = out.shape[1] - qkv.shape[1], out.shape[2] - qkv.shape[2]
     return torch.nn.functional.pad(out, (0, 0, 0, -right, 0, -bottom))

@@ -149,13 +149,13 @@ def _padded(qkv: Tensor, height: int, width: int, padding: str, pad_qkv: Tensor 
     if padding == "mask":
         return qkv
     bottom, right = -qkv.shape[1] % height, -qkv.shape[2] % width
-    # A trace of sizes that vary is not tied to those that happen to be whole windows.
-    if not torch.compiler.is_compiling() and bottom == right == 0:
+    # An export of free sizes is not tied to those that happen to be whole windows.
+    if not torch.compiler.is_exporting() and bottom == right == 0:
         return qkv
     if pad_qkv is None:
         return torch.nn.functional.pad(qkv, (0, 0, 0, right, 0, bottom))
     batch, rows, columns, channels = qkv.shape
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_exporting():
         # A concatenation asks which of its parts are empty.
         around = (0, 0, 0, right, 0, bottom)
         inside = torch.nn.functional.pad(qkv.new_ones((1, rows, columns, 1), dtype=torch.bool), around)
