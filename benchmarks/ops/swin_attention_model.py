@@ -182,7 +182,7 @@ class ModelProblem:
 
 def _from_torchvision(model: torch.nn.Module) -> torch.nn.Module:
     # Not at the top: the cases of dskernels need nothing of it.
-    from dsaccel.modules import SwinTransformer  # type: ignore[attr-defined]
+    from dsaccel.modules import SwinTransformer
 
     ours: torch.nn.Module = SwinTransformer.from_torchvision(model)
     return ours

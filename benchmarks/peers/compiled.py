@@ -41,9 +41,7 @@ def _prepare(problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs)
     return Prepared(runs[best], {**_MODE, "form": best, "forms_tried": list(runs)})
 
 
-def _with_mask(
-    problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs, masked: float
-) -> Callable[..., Any]:
+def _with_mask(problem: swin_attention.SwinProblem, inputs: swin_attention.Inputs, masked: float) -> Callable[..., Any]:
     return eager_attention(problem, region_mask(problem, inputs.qkv, masked))
 
 

@@ -17,8 +17,8 @@ DSKERNELS_INLINE void load_quads(const Row& row, int64_t r, int64_t d, VecF (&x)
     quad = _mm512_insertf32x4(quad, _mm_loadu_ps(row(r + 8 + i) + d), 2);
     x[i] = _mm512_insertf32x4(quad, _mm_loadu_ps(row(r + 12 + i) + d), 3);
 #elif defined(DSKERNELS_TIER_AVX2)
-    x[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(r + i) + d)), _mm_loadu_ps(row(r + 4 + i) + d),
-                                1);
+    x[i] =
+        _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row(r + i) + d)), _mm_loadu_ps(row(r + 4 + i) + d), 1);
 #else
     x[i] = load(row(r + i) + d);
 #endif

@@ -18,9 +18,9 @@ struct SwinAttentionArgs {
   const float* sin;
   int64_t table_stride, rotary_dim;
   bool interleaved;
-  // [heads, query, key] for the tokens of a window, any strides; or null.
+  // [heads, query, key] for the tokens of a window, rows dense; or null.
   const float* bias;
-  int64_t bias_stride[3];
+  int64_t bias_stride_head, bias_stride_query;
   View4 qkv;  // [batch, height, width, 3 * heads * dim]: queries, keys, values
   View4 out;  // [batch, height, width, heads * dim]; not used by the backward
 };

@@ -58,15 +58,18 @@ void set_rope(SwinAttentionArgs& args, const std::optional<Tensor>& cos, const s
   args.interleaved = interleaved;
 }
 
-// Set before: geometry.
-void set_bias(SwinAttentionArgs& args, const std::optional<Tensor>& bias) {
-  if (!bias.has_value()) return;
+// Set before: geometry. Returns what keeps the biases alive.
+std::optional<Tensor> set_bias(SwinAttentionArgs& args, const std::optional<Tensor>& bias) {
+  if (!bias.has_value()) return std::nullopt;
   const int64_t tokens = args.window_height * args.window_width;
   STD_TORCH_CHECK(bias->dim() == 3 && bias->scalar_type() == ScalarType::Float && bias->size(0) == args.heads &&
                       bias->size(1) == tokens && bias->size(2) == tokens,
                   "swin_attention: bias: expected float32 [heads, h * w, h * w]");
-  args.bias = static_cast<const float*>(bias->data_ptr());
-  for (int i = 0; i < 3; ++i) args.bias_stride[i] = bias->stride(i);
+  const Tensor rows = bias->stride(2) == 1 ? *bias : torch::stable::contiguous(*bias);
+  args.bias = static_cast<const float*>(rows.data_ptr());
+  args.bias_stride_head = rows.stride(0);
+  args.bias_stride_query = rows.stride(1);
+  return rows;
 }
 
 // Set before: geometry. Returns what keeps the factors alive.
@@ -95,7 +98,7 @@ Tensor swin_attention_cpu(const Tensor& qkv, std::optional<Tensor> cos, std::opt
   SwinAttentionArgs args{};
   set_geometry(args, qkv, heads, window_height, window_width, shift_height, shift_width);
   set_rope(args, cos, sin, interleaved);
-  set_bias(args, bias);
+  const std::optional<Tensor> biases = set_bias(args, bias);
   const std::optional<Tensor> factors = set_factors(args, logit_scale, scale);
   Tensor out = new_image(args, qkv, heads * args.dim);
   args.out = view4(out, "out");
@@ -113,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor> swin_attention_backward_cpu(
   SwinAttentionBackwardArgs args{};
   set_geometry(args.forward, qkv, heads, window_height, window_width, shift_height, shift_width);
   set_rope(args.forward, cos, sin, interleaved);
-  set_bias(args.forward, bias);
+  const std::optional<Tensor> biases = set_bias(args.forward, bias);
   const std::optional<Tensor> factors = set_factors(args.forward, logit_scale, scale);
   args.grad_out = view4(grad_out, "grad_out");
   STD_TORCH_CHECK(grad_out.size(0) == qkv.size(0) && grad_out.size(1) == qkv.size(1) &&

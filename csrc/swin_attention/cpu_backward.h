@@ -72,19 +72,21 @@ class BackwardTask {
     ones_ = carver.floats(tokens);
     rows_ = carver.floats(tokens * kTile);
     biases_ = carver.floats(forward_.bias == nullptr ? 0 : heads * table_floats(forward_));
+    grad_logit_scales_ = carver.part<double>(heads);
     grad_biases_ = carver.floats(args.grad_bias == nullptr ? 0 : heads * table_floats(forward_));
   }
 
   void begin() {
     for (int64_t i = 0; i < heads_ * shared_floats(args_); ++i) shared_[i] = 0.0f;
+    for (int64_t h = 0; h < heads_; ++h) grad_logit_scales_[h] = 0.0;
     for (int64_t i = 0; i < forward_.window_height * forward_.window_width; ++i) ones_[i] = 1.0f;
   }
 
-  // Adds what the kind of cell so far has summed to the task's part.
-  void end_kind() {
-    for (int64_t h = 0; args_.grad_bias != nullptr && h < heads_; ++h) {
-      flush_grad_bias(forward_, places_, grad_biases_ + h * table_floats(forward_), rows_,
-                      shared_ + h * shared_floats(args_));
+  // Leaves the sums in the task's part.
+  void end() {
+    end_kind();
+    for (int64_t h = 0; args_.grad_logit_scale != nullptr && h < heads_; ++h) {
+      shared_[(h + 1) * shared_floats(args_) - 1] = static_cast<float>(grad_logit_scales_[h]);
     }
   }
 
@@ -115,9 +117,8 @@ class BackwardTask {
     load(tokens, embedding, channel, channels);
     for (int64_t begin = 0; begin < places_.count; begin += kTile) run_tile(h, begin, embedding, prefetcher);
     if (!embedding.is_identity()) {
-      const float along = embedding.apply_backward(q_, tokens[0], channel, norms_q_, grad_q_.rows());
+      grad_logit_scales_[h] += embedding.apply_backward(q_, tokens[0], channel, norms_q_, grad_q_.rows());
       embedding.apply_backward(k_, tokens[0], channels + channel, norms_k_, grad_k_.rows());
-      if (args_.grad_logit_scale != nullptr) shared_[(h + 1) * shared_floats(args_) - 1] += along;
     }
     grad_q_.finish(tokens[2], channel, dim);
     grad_k_.finish(tokens[2], channels + channel, dim);
@@ -125,6 +126,14 @@ class BackwardTask {
   }
 
  private:
+  // Adds what the kind of cell so far has summed to the task's part.
+  void end_kind() {
+    for (int64_t h = 0; args_.grad_bias != nullptr && h < heads_; ++h) {
+      flush_grad_bias(forward_, places_, grad_biases_ + h * table_floats(forward_), rows_,
+                      shared_ + h * shared_floats(args_));
+    }
+  }
+
   void load(const Tokens* tokens, const Embedding& embedding, int64_t channel, int64_t channels) {
     const Tokens &image = tokens[0], &result = tokens[1], &gradient = tokens[2];
     const int64_t dim = forward_.dim;
@@ -178,6 +187,7 @@ class BackwardTask {
   Softmax softmax_;
   float *queries_, *grad_outs_, *weights_, *grad_weights_, *norms_q_, *norms_k_, *factors_, *ones_, *rows_, *biases_,
       *grad_biases_;
+  double* grad_logit_scales_;
 };
 
 inline Division divide_backward(const SwinAttentionBackwardArgs& args, const Grid& grid) {
@@ -205,7 +215,7 @@ inline void run_backward(const SwinAttentionBackwardArgs& args, int64_t task, vo
   walk(
       grid, share, views, [&](const Cell& cell) { backward.begin_kind(cell); },
       [&](const Tokens* tokens, int64_t h, const Coming& coming) { backward.run_head(tokens, h, coming); });
-  backward.end_kind();
+  backward.end();
 }
 
 // Sums the parts of head h, in the order of the tasks.

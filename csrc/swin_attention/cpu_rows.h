@@ -236,9 +236,9 @@ class Embedding {
 
   // Takes the gradients of rows as they entered the products back to those of the rows as they lie in `tokens` from
   // `channel` on, in place. Returns the sum of the products of gradients and rows. What `rows` holds is lost.
-  float apply_backward(const Rows& rows, const Tokens& tokens, int64_t channel, const float* norms,
-                       float* const* grads) const {
-    float sum = 0.0f;
+  double apply_backward(const Rows& rows, const Tokens& tokens, int64_t channel, const float* norms,
+                        float* const* grads) const {
+    double sum = 0.0;
     for (int64_t i = 0; i < places_.count; ++i) {
       float* grad = grads[i];
       rotate(grad, i, -1.0f);

@@ -16,16 +16,15 @@ inline int64_t table_floats(const SwinAttentionArgs& args) {
 
 // Brings the biases of head h into a table. `scratch` holds a tile's rows.
 inline void load_bias(const SwinAttentionArgs& args, const Places& places, int64_t h, float* scratch, float* table) {
-  const float* bias = args.bias + h * args.bias_stride[0];
-  const bool in_place = places.whole(args) && args.bias_stride[2] == 1;
+  const float* bias = args.bias + h * args.bias_stride_head;
   const float* rows[kTile];
   for (int64_t begin = 0; begin < places.count; begin += kTile, table += places.count * kTile) {
     const int64_t count = min_of(int64_t{kTile}, places.count - begin);
     for (int64_t r = 0; r < count; ++r) {
-      rows[r] = bias + places.place[begin + r] * args.bias_stride[1];
-      if (in_place) continue;
+      rows[r] = bias + places.place[begin + r] * args.bias_stride_query;
+      if (places.whole(args)) continue;
       float* row = scratch + r * places.count;
-      for (int64_t j = 0; j < places.count; ++j) row[j] = rows[r][places.place[j] * args.bias_stride[2]];
+      for (int64_t j = 0; j < places.count; ++j) row[j] = rows[r][places.place[j]];
       rows[r] = row;
     }
     transpose_rows(rows, count, places.count, 1.0f, table);

@@ -63,8 +63,9 @@ def swin_attention(
             clamped and exponentiated). Differentiable. Default: none, dot products.
         scale: factor of the scores without ``logit_scale``. Default: ``(C / num_heads) ** -0.5``.
         padding: of windows that reach beyond the bottom and the right border. ``"mask"``: there is nothing to attend.
-            ``"attend"``: the image is filled up to whole windows with tokens ``pad_qkv`` that take part, as in the
-            models of torchvision and timm; where there is something to fill up, ``qkv`` is copied. Default: ``"mask"``.
+            ``"attend"``: the image is filled up to whole windows with tokens ``pad_qkv`` that take part, as in
+            torchvision's models, and in timm's without a shift (with one, timm rolls before it fills up); where there
+            is something to fill up, ``qkv`` is copied. Default: ``"mask"``.
         pad_qkv: shape ``[3 * C]``, the queries, keys and values of a padded token with ``padding="attend"``: the bias
             of the ``Linear``, where that padding comes before it. Differentiable. Default: zeros.
         backend: ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back.

@@ -77,7 +77,9 @@ def _operands(
     q_BGHND, k_BGHMD, v_BGHMD = windows.permute(3, 0, 1, 4, 2, 5)
     normalized = norms = None
     if cosine:
-        norms = tuple(x.square().sum(-1, keepdim=True).sqrt().clamp_min(_SMALLEST_NORM) for x in (q_BGHND, k_BGHMD))
+        # Bounded before the root, whose derivative at 0 is infinite: the keys of padding may all be zeros.
+        squares = (x.square().sum(-1, keepdim=True).clamp_min(_SMALLEST_NORM**2) for x in (q_BGHND, k_BGHMD))
+        norms = tuple(square.sqrt() for square in squares)
         normalized = (q_BGHND / norms[0], k_BGHMD / norms[1])
         q_BGHND, k_BGHMD = normalized
     rope_HND = None

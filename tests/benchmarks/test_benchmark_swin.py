@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib.util
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from benchmarks.ops.swin_attention import SwinProblem
 from benchmarks.ops.swin_attention_layer import LayerProblem
 from benchmarks.ops.swin_attention_model import ModelProblem
 from benchmarks.peers import competitors_for
+from benchmarks.peers._torchvision import why_no_torchvision
 from benchmarks.peers._windows import region_mask
 from benchmarks.results import CEILING, read
 from benchmarks.run import main
@@ -36,9 +36,7 @@ LAYER = LayerProblem(attention=PROBLEMS["shifted"])
 MODEL = ModelProblem(image=32, batch=2, channels=8, depths=(2, 2), heads=(1, 2), window=4, classes=10)
 each_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS.keys())
 each_pass = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-needs_torchvision = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="compares with torchvision, which is not installed"
-)
+needs_torchvision = pytest.mark.skipif(why_no_torchvision() is not None, reason=str(why_no_torchvision()))
 
 
 class _Attention(torch.nn.Module):
@@ -58,16 +56,12 @@ class _Attention(torch.nn.Module):
         return theirs.proj(forward_op(*prepare(theirs.qkv(x), bias=bias, **options)))
 
 
-class _SwinTransformer:
-    """Stands in for `dsaccel.modules.SwinTransformer`."""
-
-    @staticmethod
-    def from_torchvision(model):
-        model = copy.deepcopy(model)
-        for module in model.modules():
-            if hasattr(module, "attn"):
-                module.attn = _Attention(module.attn)
-        return model
+def _with_our_attention(model):
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if hasattr(module, "attn"):
+            module.attn = _Attention(module.attn)
+    return model
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +69,6 @@ def _quick(monkeypatch):
     torch.set_num_threads(1)
     # Compiling takes longer than all else.
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    import dsaccel.modules
-
-    monkeypatch.setattr(dsaccel.modules, "SwinTransformer", _SwinTransformer, raising=False)
 
 
 def _run(tmp_path, op, *arguments):
@@ -182,7 +173,7 @@ def test_counts_of_a_layer_are_those_of_its_tensors(backward):
 def test_operations_of_a_model_are_those_of_torchs_counter(backward):
     problem = dataclasses.replace(MODEL, backward=backward)
     inputs = problem.draw()
-    model = _SwinTransformer.from_torchvision(inputs.model)
+    model = _with_our_attention(inputs.model)
     prepared = inputs.prepared(model, model)
     with FlopCounterMode(display=False) as counter:
         prepared.run()

@@ -8,13 +8,26 @@ from dsaccel.modules.multihead import WindowMultiheadAttention
 from dsaccel.modules.replace import ReplacedAttention, replace_attention
 from dsaccel.modules.rotary import RotaryEmbedding
 from dsaccel.modules.sdpa import sdpa_as_window_attention
+from dsaccel.modules.swin_attention import SwinAttention
+from dsaccel.modules.swin_bias import ContinuousPositionBias, RelativePositionBias
+from dsaccel.modules.swin_block import SwinBlock
+from dsaccel.modules.swin_rope import AxialRope2d, MixedRope2d
+from dsaccel.modules.swin_transformer import PatchMerging, SwinTransformer
 
 __all__ = [
+    "AxialRope2d",
+    "ContinuousPositionBias",
     "GeluMLP",
+    "MixedRope2d",
+    "PatchMerging",
+    "RelativePositionBias",
     "ReplacedAttention",
     "RotaryEmbedding",
     "SlidingWindowLM",
     "SwiGLU",
+    "SwinAttention",
+    "SwinBlock",
+    "SwinTransformer",
     "TransformerBlock",
     "WindowAttention",
     "WindowCache",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from dsaccel.modules._derived import DerivedTables
 from dskernels import RopeTable, rope_table
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(DerivedTables):
     """Holds the table of `dskernels.rope_table` for the attention modules that share it.
 
     The table follows ``.to(device)`` and stays float32 under ``.to(dtype)``, ``.half()`` and the like, because half
@@ -53,9 +54,7 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.interleaved = interleaved
         self.scaling = None if scaling is None else dict(scaling)
-        table = self._build()
-        self.register_buffer("cos", table.cos, persistent=False)
-        self.register_buffer("sin", table.sin, persistent=False)
+        self._register_tables()
 
     def forward(self) -> RopeTable:
         """The table, as the ``rope`` argument of `dskernels.window_attention`."""
@@ -65,8 +64,8 @@ class RotaryEmbedding(nn.Module):
         """The arguments, for ``print``."""
         return f"{self.head_dim}, max_positions={self.max_positions}, theta={self.theta}, rotary_dim={self.rotary_dim}"
 
-    def _build(self) -> RopeTable:
-        return rope_table(
+    def _build(self) -> dict[str, Tensor]:
+        table = rope_table(
             self.head_dim,
             self.max_positions,
             theta=self.theta,
@@ -74,12 +73,4 @@ class RotaryEmbedding(nn.Module):
             interleaved=self.interleaved,
             scaling=self.scaling,
         )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        # Every .to(), .half() and .to_empty() ends here. Whatever they do to dtype and values, only the device is
-        # followed; a table that was made on the meta device has no values yet and is built where it arrives.
-        before = self.forward()
-        super()._apply(fn, recurse)
-        table = self._build() if before.cos.is_meta else before
-        self.cos, self.sin = table.cos.to(self.cos.device), table.sin.to(self.sin.device)
-        return self
+        return {"cos": table.cos, "sin": table.sin}
