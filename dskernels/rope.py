@@ -51,9 +51,11 @@ class RopeTable(NamedTuple):
 
         Raises:
             TypeError: an argument is no tensor.
-            ValueError: shapes, dtypes or devices do not fit each other.
+            ValueError: shapes, dtypes or devices do not fit each other, or the table has a part for each head.
             IndexError: a position is outside the table.
         """
+        if self.cos.dim() != 2:
+            raise wrong_value("table", "[P, rotary_dim / 2], one for all heads", f"shape {shape_of(self.cos)}")
         for name, tensor in (("x", x), ("positions", positions)):
             if not isinstance(tensor, Tensor):
                 raise wrong_type(name, "a tensor", tensor)

@@ -100,10 +100,13 @@ def swin_attention(
         padding=padding,
         pad_qkv=pad_qkv,
     )
-    out: Tensor = _operator.choose(call, backend).run(call)
-    if out.shape[1:3] == qkv.shape[1:3]:
+    out: Tensor
+    (out,) = _operator.choose(call, backend).run(call)
+    # A trace of sizes that vary must not ask whether there was something to fill up, and slices ask.
+    if padding == "mask" or (not torch.compiler.is_compiling() and out.shape[1:3] == qkv.shape[1:3]):
         return out
-    return out[:, : qkv.shape[1], : qkv.shape[2]].contiguous()
+    bottom, right = out.shape[1] - qkv.shape[1], out.shape[2] - qkv.shape[2]
+    return torch.nn.functional.pad(out, (0, 0, 0, -right, 0, -bottom))
 
 
 def _triton_unasked(call: SwinAttentionCall) -> str | None:
@@ -120,9 +123,9 @@ _operator = register(
         name="swin_attention",
         prepare=prepare,
         backends=(
-            Backend("cpu", why_not_cpu, lambda call: invoke(forward_op, *call)),
-            Backend("triton", why_not_triton, lambda call: triton_forward_op(*call), _triton_unasked),
-            Backend("reference", lambda call: None, lambda call: swin_attention_reference(*call)),
+            Backend("cpu", why_not_cpu, lambda call: (invoke(forward_op, *call),)),
+            Backend("triton", why_not_triton, lambda call: (triton_forward_op(*call),), _triton_unasked),
+            Backend("reference", lambda call: None, lambda call: (swin_attention_reference(*call),)),
         ),
         example=_example,
     )

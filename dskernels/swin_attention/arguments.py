@@ -149,12 +149,20 @@ def _padded(qkv: Tensor, height: int, width: int, padding: str, pad_qkv: Tensor 
     if padding == "mask":
         return qkv
     bottom, right = -qkv.shape[1] % height, -qkv.shape[2] % width
+    # A trace of sizes that vary is not tied to those that happen to be whole windows.
+    if not torch.compiler.is_compiling() and bottom == right == 0:
+        return qkv
     if pad_qkv is None:
         return torch.nn.functional.pad(qkv, (0, 0, 0, right, 0, bottom))
-    token = pad_qkv.to(qkv.dtype)
     batch, rows, columns, channels = qkv.shape
-    qkv = torch.cat((qkv, token.expand(batch, rows, right, channels)), 2)
-    return torch.cat((qkv, token.expand(batch, bottom, columns + right, channels)), 1)
+    if torch.compiler.is_compiling():
+        # A concatenation asks which of its parts are empty.
+        around = (0, 0, 0, right, 0, bottom)
+        inside = torch.nn.functional.pad(qkv.new_ones((1, rows, columns, 1), dtype=torch.bool), around)
+        return torch.where(inside, torch.nn.functional.pad(qkv, around), pad_qkv.to(qkv.dtype))
+    # Cast when it is many tokens, so that their gradients are summed in float32.
+    qkv = torch.cat((qkv, pad_qkv.expand(batch, rows, right, channels).to(qkv.dtype)), 2)
+    return torch.cat((qkv, pad_qkv.expand(batch, bottom, columns + right, channels).to(qkv.dtype)), 1)
 
 
 def why_not_cpu(call: SwinAttentionCall) -> str | None:

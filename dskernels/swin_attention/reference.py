@@ -31,24 +31,27 @@ class Window(NamedTuple):
     shift_width: int
 
 
+def _grid(window: Window, height: int, width: int) -> tuple[int, int, int, int]:
+    """What the image is padded with at the top and the left, and how many windows there are down and across."""
+    top, left = -window.shift_height % window.height, -window.shift_width % window.width
+    return top, left, -(-(height + top) // window.height), -(-(width + left) // window.width)
+
+
 def partition(x: Tensor, window: Window) -> Tensor:
     """``[B, H, W, C]`` as windows ``[B, G, N, C]``, row by row; zeros where a window reaches beyond the image."""
-    top, left = -window.shift_height % window.height, -window.shift_width % window.width
-    bottom, right = -(x.shape[1] + top) % window.height, -(x.shape[2] + left) % window.width
+    top, left, rows, columns = _grid(window, x.shape[1], x.shape[2])
+    bottom, right = rows * window.height - top - x.shape[1], columns * window.width - left - x.shape[2]
     x = torch.nn.functional.pad(x, (0, 0, left, right, top, bottom))
-    rows, columns = x.shape[1] // window.height, x.shape[2] // window.width
-    x = x.reshape(x.shape[0], rows, window.height, columns, window.width, x.shape[3])
-    tokens = window.height * window.width
-    return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], rows * columns, tokens, x.shape[5])
+    # An axis at a time: of sizes that are symbols, those of a whole view are proved equal at great length.
+    x = x.unflatten(1, (rows, window.height)).unflatten(3, (columns, window.width))
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def merge(x: Tensor, window: Window, height: int, width: int) -> Tensor:
     """What `partition` took apart: windows ``[B, G, N, C]`` as an image ``[B, height, width, C]``."""
-    top, left = -window.shift_height % window.height, -window.shift_width % window.width
-    rows, columns = -(-(height + top) // window.height), -(-(width + left) // window.width)
-    x = x.reshape(x.shape[0], rows, columns, window.height, window.width, x.shape[3]).permute(0, 1, 3, 2, 4, 5)
-    x = x.reshape(x.shape[0], rows * window.height, columns * window.width, x.shape[5])
-    return x[:, top : top + height, left : left + width]
+    top, left, rows, columns = _grid(window, height, width)
+    x = x.unflatten(1, (rows, columns)).unflatten(3, (window.height, window.width))
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, top : top + height, left : left + width]
 
 
 class _Operands(NamedTuple):
@@ -158,6 +161,8 @@ def swin_attention_backward_reference(
         do_BGHND = partition(grad_out, window).to(dtype).unflatten(-1, (heads, -1)).transpose(2, 3)
         dp_BGHNM = do_BGHND @ x.v_BGHMD.mT
         ds_BGHNM = p_BGHNM * (dp_BGHNM - (p_BGHNM * dp_BGHNM).sum(-1, keepdim=True))
+        # 0 * NaN: what is not finite in a window is nothing to the pairs of places that the window lacks.
+        ds_BGHNM = torch.where(x.present_G1N1 & x.present_G1N1.mT, ds_BGHNM, 0)
         grad_bias = ds_BGHNM.sum((0, 1)) if bias_needs_grad else ds_BGHNM.new_empty(0)
         dq_BGHND, dk_BGHMD = ds_BGHNM @ x.k_BGHMD, ds_BGHNM.mT @ x.q_BGHND
         dv_BGHMD = p_BGHNM.mT @ do_BGHND
