@@ -18,7 +18,8 @@ constexpr int64_t kMaxHeadDim = 256, kMaxTokens = 256;
 void set_geometry(SwinAttentionArgs& args, const Tensor& qkv, int64_t heads, int64_t window_height,
                   int64_t window_width, int64_t shift_height, int64_t shift_width) {
   args.qkv = view4(qkv, "qkv");
-  STD_TORCH_CHECK(heads > 0 && qkv.size(3) > 0 && qkv.size(3) % (3 * heads) == 0,
+  // Not more heads than channels: 3 * heads must not overflow.
+  STD_TORCH_CHECK(heads > 0 && heads <= qkv.size(3) && qkv.size(3) % (3 * heads) == 0,
                   "swin_attention: qkv: expected [B, H, W, 3 * C] with C a positive multiple of ", heads,
                   " heads, got ", qkv.size(3), " channels");
   STD_TORCH_CHECK(window_height > 0 && window_width > 0 && window_height <= kMaxTokens && window_width <= kMaxTokens &&

@@ -70,7 +70,7 @@ class BackwardTask {
     norms_k_ = carver.floats(tokens);
     factors_ = carver.floats(tokens);
     ones_ = carver.floats(tokens);
-    rows_ = carver.floats(max_of(tokens, int64_t{kTile}) * kTile);
+    rows_ = carver.floats(tokens * kTile);
     biases_ = carver.floats(forward_.bias == nullptr ? 0 : heads * table_floats(forward_));
     grad_logit_scales_ = carver.part<double>(heads);
     grad_biases_ = carver.floats(args.grad_bias == nullptr ? 0 : heads * table_floats(forward_));
@@ -117,8 +117,8 @@ class BackwardTask {
     load(tokens, embedding, channel, channels);
     for (int64_t begin = 0; begin < places_.count; begin += kTile) run_tile(h, begin, embedding, prefetcher);
     if (!embedding.is_identity()) {
-      grad_logit_scales_[h] += embedding.apply_backward(q_, norms_q_, grad_q_.rows());
-      embedding.apply_backward(k_, norms_k_, grad_k_.rows());
+      grad_logit_scales_[h] += embedding.apply_backward(q_, tokens[0], channel, norms_q_, grad_q_.rows());
+      embedding.apply_backward(k_, tokens[0], channels + channel, norms_k_, grad_k_.rows());
     }
     grad_q_.finish(tokens[2], channel, dim);
     grad_k_.finish(tokens[2], channels + channel, dim);

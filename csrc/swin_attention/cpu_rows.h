@@ -228,34 +228,42 @@ class Embedding {
       float* row = rows.own(i);
       if (args_.logit_scale != nullptr) {
         norms[i] = max_of(__builtin_sqrtf(dot(row, row, stride_)), kSmallestNorm);
-        for (int64_t d = 0; d < stride_; d += kLanes) store(row + d, load(row + d) / norms[i]);
+        divide(row, norms[i]);
       }
       rotate(row, i, 1.0f);
     }
   }
 
-  // Takes the gradients of rows as they entered the products, which `rows` still holds, back to those of the rows as
-  // they were, in place. Returns the sum of their products with the rows.
-  double apply_backward(const Rows& rows, const float* norms, float* const* grads) const {
+  // Takes the gradients of rows as they entered the products back to those of the rows as they lie in `tokens` from
+  // `channel` on, in place. Returns the sum of the products of gradients and rows. What `rows` holds is lost.
+  double apply_backward(const Rows& rows, const Tokens& tokens, int64_t channel, const float* norms,
+                        float* const* grads) const {
     double sum = 0.0;
     for (int64_t i = 0; i < places_.count; ++i) {
       float* grad = grads[i];
-      if (args_.logit_scale != nullptr) {
-        // A rotation keeps products, so the part along the row can be taken out before turning back.
-        const float* row = rows.rows()[i];
-        const float along = dot(grad, row, stride_), slope = factor_ / norms[i];
-        sum += along;
-        // At the smallest norm the divisor is a constant.
-        const float removed = norms[i] > kSmallestNorm ? along : 0.0f;
-        for (int64_t d = 0; d < stride_; d += kLanes)
-          store(grad + d, slope * (load(grad + d) - removed * load(row + d)));
-      }
       rotate(grad, i, -1.0f);
+      if (args_.logit_scale == nullptr) continue;
+      float* row = rows.own(i);
+      if (args_.rotary_dim > 0) {
+        // Loaded again, not turned back: a table may scale as well (YaRN's does), and then its transpose, which takes
+        // gradients back, is not its inverse.
+        tokens.load(i, channel, args_.dim, row);
+        divide(row, norms[i]);
+      }
+      const float along = dot(grad, row, stride_), slope = factor_ / norms[i];
+      sum += along;
+      // At the smallest norm the divisor is a constant.
+      const float removed = norms[i] > kSmallestNorm ? along : 0.0f;
+      for (int64_t d = 0; d < stride_; d += kLanes) store(grad + d, slope * (load(grad + d) - removed * load(row + d)));
     }
     return sum;
   }
 
  private:
+  void divide(float* row, float by) const {
+    for (int64_t d = 0; d < stride_; d += kLanes) store(row + d, load(row + d) / by);
+  }
+
   void rotate(float* row, int64_t i, float sign) const {
     const int64_t half = args_.rotary_dim / 2, at = table_ + places_.place[i] * half;
     if (half > 0) rotate_row(row, row, args_.cos + at, args_.sin + at, half, args_.interleaved, sign);

@@ -31,7 +31,7 @@ inline void load_bias(const SwinAttentionArgs& args, const Places& places, int64
   }
 }
 
-// Adds a table of gradients into `grad`, [query][key] over all tokens of a window. `scratch` is a block of kTile^2.
+// Adds a table of gradients into `grad`, [query][key] over all tokens of a window. `scratch` holds kTile floats a row.
 inline void flush_grad_bias(const SwinAttentionArgs& args, const Places& places, const float* table, float* scratch,
                             float* grad) {
   const int64_t tokens = args.window_height * args.window_width, count = places.count;
