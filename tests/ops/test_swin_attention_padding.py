@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from installed import require
 from swin_attention_oracle import NAMES, Inputs, Options, Rope, check, draw, op, with_gradients
 from torch import Tensor
 from torch.nn.functional import linear
@@ -66,7 +69,8 @@ def test_padded_before_the_projection(shift: tuple[int, int], backend: str) -> N
 @pytest.mark.parametrize("shift", [(0, 0), (3, 3), (2, 0)], ids=str)
 @pytest.mark.parametrize("cosine", [False, True])
 def test_torchvision_itself(shift: tuple[int, int], cosine: bool, backend: str) -> None:
-    swin = pytest.importorskip("torchvision.models.swin_transformer", reason="torchvision is not installed")
+    require("torchvision")
+    swin = importlib.import_module("torchvision.models.swin_transformer")
     heads, channels = 2, 32
     x, weight, projected = torch.randn(2, 10, 12, channels), torch.randn(3 * channels, channels) / 6, torch.randn(96)
     logit_scale = torch.randn(heads, 1, 1) if cosine else None
