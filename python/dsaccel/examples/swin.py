@@ -115,8 +115,8 @@ def report_of(result: Row) -> str:
         f"{result['validation_images']} others the model of {result['parameters'] / 1e6:.2f}M parameters reads "
         f"{result['right']} right and {wrong} wrong: an accuracy of **{result['accuracy']:.1%}**.\n\n"
         f"{markdown_table(COLUMNS, result['timings'])}\n\n"
-        f"Medians of {result['rounds']} rounds in turns; the last column is the median of the ratios within rounds. The "
-        f"op ran on backend '{result['backend']}'. "
+        f"Medians of {result['rounds']} rounds in turns; the last column is the median of the ratios within rounds. "
+        f"The op ran on backend '{result['backend']}'. "
         f"{found['cpu']}, threads: {found['threads']}, CPU tier {found['cpu_tier']}, torch {found['torch']}."
     )
 

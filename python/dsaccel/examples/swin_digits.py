@@ -81,7 +81,7 @@ def make_model() -> SwinTransformer:
         window_size=2,
         num_classes=CLASSES,
     )
-    # Swin's start is made for wider layers and hundreds of epochs: here blocks would add next to nothing at first.
+    # Swin's 0.02 is made for wider layers and hundreds of epochs: blocks as narrow would add next to nothing at first.
     for linear in [module for module in model.stages.modules() if isinstance(module, nn.Linear)]:
         nn.init.trunc_normal_(linear.weight, std=linear.in_features**-0.5)
     return model
