@@ -50,7 +50,7 @@ def require_sklearn() -> None:
 def load_digits() -> tuple[Digits, Digits]:
     """scikit-learn's 1797 digits, which are installed with it: four fifths to learn from, one to validate with.
 
-    Each fifth digit of a class goes to the validation, at random but always the same ones.
+    A fifth of each class goes to the validation, drawn at random, but always the same.
 
     Raises:
         DemoError: scikit-learn is not installed.
