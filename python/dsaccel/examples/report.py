@@ -33,6 +33,19 @@ def write(out: Path, result: Mapping[str, Any], markdown: str) -> None:
     (out / "results.md").write_text(markdown + "\n")
 
 
+def replace_section(text: str, name: str, section: str) -> str:
+    """``text`` with what stands between the marks ``<!-- name -->`` and ``<!-- /name -->`` replaced.
+
+    Raises:
+        ValueError: the marks are not there once each, in order.
+    """
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(end) < text.index(begin):
+        raise ValueError(f"expected one {begin} with an {end} after it")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{section}\n{end}{rest.split(end)[1]}"
+
+
 def bars(rows: Sequence[Row], panels: Columns, title: str, path: Path) -> None:
     """Draws bars for each row, a panel for each column.
 
