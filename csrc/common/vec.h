@@ -105,7 +105,9 @@ DSKERNELS_INLINE VecF exp2_nonpositive(VecF x) {
 #if defined(DSKERNELS_TIER_AVX512)
   return _mm512_scalef_ps(p, whole);
 #else
-  return reinterpret_cast<VecF>(reinterpret_cast<VecI>(p) + (reinterpret_cast<VecI>(shifted) << 23));
+  // Unsigned: of a row with a NaN, which is NaN whatever comes out here, x may be above 0, and then the sum wraps.
+  typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+  return reinterpret_cast<VecF>(reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(shifted) << 23));
 #endif
 }
 
