@@ -29,7 +29,8 @@ def relative_position_index(height: int, width: int) -> Tensor:
 def _by_pair(table: Tensor, index: Tensor) -> Tensor:
     """Rows of ``table [offsets, heads]`` for pairs ``index [N, N]``, as a bias ``[heads, N, N]``."""
     # index_select and its backward take a quarter of the time of indexing.
-    return table.index_select(0, index.flatten()).unflatten(0, index.shape).permute(2, 0, 1).contiguous()
+    rows: Tensor = table.index_select(0, index.flatten()).unflatten(0, index.shape)
+    return rows.permute(2, 0, 1).contiguous()
 
 
 class RelativePositionBias(DerivedTables):
