@@ -50,7 +50,8 @@ struct GroupSizes {
 template <int kMost>
 constexpr GroupSizes<kMost> kGroupSizes{};
 
-// Calls group.operator()<M>() for the M in [1, kMost] that suits this number of rows.
+// Calls group.operator()<M>() for the M in [1, kMost] that suits this number of rows. Sizes above kMost do not occur:
+// their cases are empty, and falling through them reaches nothing.
 template <int kMost, class F>
 DSKERNELS_INLINE void with_group_size(int64_t rows, const F& group) {
   static_assert(kMost <= 8);

@@ -163,11 +163,12 @@ def swin_attention_backward_reference(
         ds_BGHNM = p_BGHNM * (dp_BGHNM - (p_BGHNM * dp_BGHNM).sum(-1, keepdim=True))
         # 0 * NaN: what is not finite in a window is nothing to the pairs of places that the window lacks.
         ds_BGHNM = torch.where(x.present_G1N1 & x.present_G1N1.mT, ds_BGHNM, 0)
-        grad_bias = ds_BGHNM.sum((0, 1)) if bias_needs_grad else ds_BGHNM.new_empty(0)
+        grads_bias = bias is not None and bias_needs_grad
+        grad_bias = ds_BGHNM.sum((0, 1)) if grads_bias else ds_BGHNM.new_empty(0)
         dq_BGHND, dk_BGHMD = ds_BGHNM @ x.k_BGHMD, ds_BGHNM.mT @ x.q_BGHND
         dv_BGHMD = p_BGHNM.mT @ do_BGHND
         # scores = factor * <q, k>, so the sum of ds * <q, k> is the sum of <dq, q> before dq gets the factor.
-        needed = logit_scale_needs_grad
+        needed = logit_scale is not None and logit_scale_needs_grad
         grad_logit_scale = (dq_BGHND * x.q_BGHND).sum((0, 1, 3, 4)) if needed else ds_BGHNM.new_empty(0)
         grads = [dq_BGHND * factor, dk_BGHMD * factor]
         if x.rope_HND is not None:

@@ -50,10 +50,15 @@ def forward_fake(qkv: Tensor, *options: Any) -> Tensor:
 def backward_fake(
     grad_out: Tensor, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _logit_scale, heads, window_height, window_width, *_, bias_needs_grad, logit_scale_needs_grad = rest
+    logit_scale, heads, window_height, window_width, *_, bias_needs_grad, logit_scale_needs_grad = rest
     tokens = window_height * window_width
-    grad_bias = qkv.new_empty((heads, tokens, tokens) if bias_needs_grad else (0,), dtype=compute_dtype(qkv))
-    grad_logit_scale = qkv.new_empty((heads if logit_scale_needs_grad else 0,), dtype=compute_dtype(qkv))
+    # What is not there has no gradient, whatever is asked for.
+    grads_bias, grads_logit_scale = (
+        bias is not None and bias_needs_grad,
+        logit_scale is not None and logit_scale_needs_grad,
+    )
+    grad_bias = qkv.new_empty((heads, tokens, tokens) if grads_bias else (0,), dtype=compute_dtype(qkv))
+    grad_logit_scale = qkv.new_empty((heads if grads_logit_scale else 0,), dtype=compute_dtype(qkv))
     return qkv.new_empty(qkv.shape), grad_bias, grad_logit_scale
 
 

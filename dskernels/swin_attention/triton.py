@@ -181,6 +181,8 @@ def swin_attention_backward_triton(
     window = window_height, window_width, shift_height, shift_width
     x = Problem(qkv, cos, sin, bias, logit_scale, heads, *window, scale, interleaved)
     grad_qkv = qkv.new_empty(qkv.shape)
+    bias_needs_grad = bias is not None and bias_needs_grad
+    logit_scale_needs_grad = logit_scale is not None and logit_scale_needs_grad
     if grad_qkv.numel() == 0:
         grad_bias = qkv.new_zeros((heads, x.tokens, x.tokens) if bias_needs_grad else (0,), dtype=torch.float32)
         return grad_qkv, grad_bias, qkv.new_zeros(heads if logit_scale_needs_grad else 0, dtype=torch.float32)

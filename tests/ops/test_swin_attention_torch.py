@@ -59,6 +59,10 @@ def test_opcheck(dtype: torch.dtype, channels_first: bool, rope: dk.RopeTable | 
         arguments = (torch.randn_like(out), qkv, cos, sin, bias.mT, logit_scale, *OPTIONS, *needs)
         torch.library.opcheck(backward_op, arguments)
     torch.library.opcheck(backward_op, (torch.randn_like(out), qkv, cos, sin, None, None, *OPTIONS, False, False))
+    # What is not there has no gradient, even where one asks for it.
+    asked = (torch.randn_like(out), qkv, cos, sin, None, None, *OPTIONS, True, True)
+    torch.library.opcheck(backward_op, asked)
+    assert [x.numel() for x in backward_op(*asked)[1:]] == [0, 0]
 
 
 @pytest.mark.parametrize("size", [(0, 9, 11), (2, 0, 11), (2, 9, 0), (1, 1, 1)], ids=str)
