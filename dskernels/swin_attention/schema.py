@@ -53,10 +53,8 @@ def backward_fake(
     logit_scale, heads, window_height, window_width, *_, bias_needs_grad, logit_scale_needs_grad = rest
     tokens = window_height * window_width
     # What is not there has no gradient, whatever is asked for.
-    grads_bias, grads_logit_scale = (
-        bias is not None and bias_needs_grad,
-        logit_scale is not None and logit_scale_needs_grad,
-    )
+    grads_bias = bias is not None and bias_needs_grad
+    grads_logit_scale = logit_scale is not None and logit_scale_needs_grad
     grad_bias = qkv.new_empty((heads, tokens, tokens) if grads_bias else (0,), dtype=compute_dtype(qkv))
     grad_logit_scale = qkv.new_empty((heads if grads_logit_scale else 0,), dtype=compute_dtype(qkv))
     return qkv.new_empty(qkv.shape), grad_bias, grad_logit_scale
