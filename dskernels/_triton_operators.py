@@ -1,0 +1,48 @@
+"""What an operator of Triton's kernels shares with the operator of the same name: all but the kernels."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from dskernels._autograd import VmapRule, register_autocast, register_gradient
+from dskernels._library import TRITON_LIBRARY
+
+
+def register_by(
+    rules: ModuleType,
+    forward_op: torch._ops.OpOverload,
+    backward_op: torch._ops.OpOverload,
+    *,
+    vmap: VmapRule,
+    autocasts: int = 0,
+) -> None:
+    """Gives the operators shapes for tracing, gradients, an autocast rule and operation counts.
+
+    Args:
+        rules: the module that defines the operators of the same names: their ``forward_fake``, ``backward_fake``,
+            ``save_for_backward``, ``backward_by``, ``double_backward``, ``forward_flop`` and ``backward_flop``.
+        forward_op: of `define_triton`.
+        backward_op: of `define_triton`.
+        vmap: as in `register_gradient`, for both.
+        autocasts: how many of the first arguments of the forward are cast under autocast. Default: none.
+    """
+    torch.library.register_fake(forward_op, rules.forward_fake, lib=TRITON_LIBRARY)
+    torch.library.register_fake(backward_op, rules.backward_fake, lib=TRITON_LIBRARY)
+    register_gradient(
+        forward_op,
+        functools.partial(rules.backward_by, backward_op),
+        setup_context=rules.save_for_backward,
+        vmap=vmap,
+        autocasts=autocasts,
+        lib=TRITON_LIBRARY,
+    )
+    register_gradient(backward_op, rules.double_backward, vmap=vmap, lib=TRITON_LIBRARY)
+    if autocasts:
+        register_autocast(forward_op, autocasts, TRITON_LIBRARY)
+    # Raw: what the other schema registered turns arguments into shapes itself.
+    register_flop_formula(forward_op.overloadpacket, get_raw=True)(rules.forward_flop)
+    register_flop_formula(backward_op.overloadpacket, get_raw=True)(rules.backward_flop)
