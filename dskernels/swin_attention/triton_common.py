@@ -137,6 +137,22 @@ def load_tile(x, tokens, strides, columns, mask):
 
 
 @triton.jit
+def load_sums(largest, inverse_total, delta, at, queries):
+    """What the first kernel left of some queries; of those that are not there, zeros."""
+    at += queries[5]
+    row_largest = tl.load(largest + at, mask=queries[6], other=0.0)
+    row_inverse = tl.load(inverse_total + at, mask=queries[6], other=0.0)
+    return row_largest, row_inverse, tl.load(delta + at, mask=queries[6], other=0.0)
+
+
+@triton.jit
+def load_seen(grad_out, strides, queries, columns, inverse_total, D: tl.constexpr):
+    """Gradients of the outputs; what comes back to a row that sees nothing counts for nothing, be it NaN."""
+    mask = (queries[6] & (inverse_total != 0))[:, None] & (columns < D)[None, :]
+    return load_tile(grad_out, queries, strides, columns, mask)
+
+
+@triton.jit
 def store_tile(x, tokens, strides, columns, mask, values):
     """Stores a tile in the dtype of ``x``."""
     tl.store(address_of(x, tokens, strides, columns), values.to(x.dtype.element_ty), mask=mask)

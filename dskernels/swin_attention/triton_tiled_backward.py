@@ -23,30 +23,17 @@ from dskernels.swin_attention.triton_common import (
     head_at,
     load_bias,
     load_operand,
+    load_seen,
+    load_sums,
     load_tile,
     products_of,
     store_tile,
     tokens_of,
 )
+from dskernels.swin_attention.triton_tiled_bias import swin_attention_bwd_dbias_kernel
 
 # Of the gradient of the bias: a cell more a program is a sum less to write and to read.
 _PROGRAMS, _MOST_CELLS = 1024, 32
-
-
-@triton.jit
-def _load_sums(largest, inverse_total, delta, at, queries):
-    """What the first kernel left of some queries; of those that are not there, zeros."""
-    at += queries[5]
-    row_largest = tl.load(largest + at, mask=queries[6], other=0.0)
-    row_inverse = tl.load(inverse_total + at, mask=queries[6], other=0.0)
-    return row_largest, row_inverse, tl.load(delta + at, mask=queries[6], other=0.0)
-
-
-@triton.jit
-def _load_seen(grad_out, strides, queries, columns, inverse_total, D: tl.constexpr):
-    """Gradients of the outputs; what comes back to a row that sees nothing counts for nothing, be it NaN."""
-    mask = (queries[6] & (inverse_total != 0))[:, None] & (columns < D)[None, :]
-    return load_tile(grad_out, queries, strides, columns, mask)
 
 
 @triton.jit(do_not_specialize=[*GEOMETRY, "heads"])
@@ -243,8 +230,8 @@ def _swin_attention_bwd_dkdv_kernel(
         q_tile, q_swapped, q_inverse = load_operand(
             q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
         )
-        row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_at, queries)
-        do_tile = _load_seen(do_head, grad_out_strides, queries, columns, row_inverse, D)
+        row_largest, row_inverse, row_delta = load_sums(largest, inverse_total, delta, sums_at, queries)
+        do_tile = load_seen(do_head, grad_out_strides, queries, columns, row_inverse, D)
         added = 0.0
         if bias is not None:
             added = load_bias(bias, bias_strides, queries, keys, TOKENS)
@@ -261,96 +248,6 @@ def _swin_attention_bwd_dkdv_kernel(
     dk_head = head_at(grad_qkv, heads + head, grad_qkv_strides, D)
     store_tile(dk_head, keys, grad_qkv_strides, columns, mask, dk)
     store_tile(head_at(dk_head, heads, grad_qkv_strides, D), keys, grad_qkv_strides, columns, mask, dv)
-
-
-@triton.jit(do_not_specialize=[*GEOMETRY, "heads", "cells", "cells_of_program"])
-def _swin_attention_bwd_dbias_kernel(
-    qkv,
-    cos,
-    sin,
-    bias,
-    logit_scale,
-    qkv_strides,
-    bias_strides,
-    table_stride,
-    image_height,
-    image_width,
-    grid_width,
-    cells_of_image,
-    top,
-    left,
-    heads,
-    scale,
-    grad_out,
-    largest,
-    inverse_total,
-    delta,
-    bias_sums,
-    grad_out_strides,
-    cells,
-    cells_of_program,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The sum over some cells, ``[programs, heads, N, N]``, of the gradient of a tile of the bias."""
-    TOKENS: tl.constexpr = HEIGHT * WIDTH
-    ROWS: tl.constexpr = (TOKENS + BLOCK_M - 1) // BLOCK_M
-    TILES: tl.constexpr = ROWS * ((TOKENS + BLOCK_N - 1) // BLOCK_N)
-    COSINE: tl.constexpr = logit_scale is not None
-    geometry = (image_height, image_width, grid_width, cells_of_image, top, left)
-    tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % heads
-    chunk = tl.program_id(0) // TILES // heads
-    first_query, first_key = tile % ROWS * BLOCK_M, tile // ROWS * BLOCK_N
-    columns = tl.arange(0, BLOCK_D)
-    q = head_at(qkv, head, qkv_strides, D)
-    k = head_at(q, heads, qkv_strides, D)
-    v = head_at(k, heads, qkv_strides, D)
-    do_head = head_at(grad_out, head, grad_out_strides, D)
-    factor = scale
-    if COSINE:
-        factor = tl.load(logit_scale + head)
-    if HALF > 0:
-        cos += head * table_stride
-        sin += head * table_stride
-    row, column = first_query + tl.arange(0, BLOCK_M), first_key + tl.arange(0, BLOCK_N)
-    if bias is not None:
-        bias += head.to(tl.int64) * bias_strides[0]
-    bias_sum = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    first_cell = chunk * cells_of_program
-    for cell in range(first_cell, tl.minimum(first_cell + cells_of_program, cells)):
-        queries = tokens_of(cell, first_query, geometry, HEIGHT, WIDTH, WIDE, BLOCK_M)
-        keys = tokens_of(cell, first_key, geometry, HEIGHT, WIDTH, WIDE, BLOCK_N)
-        q_tile, _q_swapped, q_inverse = load_operand(
-            q, qkv_strides, queries, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
-        )
-        k_tile, _k_swapped, k_inverse = load_operand(
-            k, qkv_strides, keys, columns, cos, sin, D, HALF, INTERLEAVED, COSINE
-        )
-        v_mask = keys[6][:, None] & (columns < D)[None, :]
-        v_tile = load_tile(v, keys, qkv_strides, columns, v_mask)
-        sums_at = (cell * heads + head).to(tl.int64) * TOKENS
-        row_largest, row_inverse, row_delta = _load_sums(largest, inverse_total, delta, sums_at, queries)
-        do_tile = _load_seen(do_head, grad_out_strides, queries, columns, row_inverse, D)
-        added = 0.0
-        if bias is not None:
-            added = load_bias(bias, bias_strides, queries, keys, TOKENS)
-        products = products_of(q_tile, k_tile, q_inverse, k_inverse, COSINE)
-        pairs = queries[6][:, None] & keys[6][None, :]
-        p = weights_of(products, added, pairs, row_largest, row_inverse, factor)
-        bias_sum += p * (tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee") - row_delta[:, None])
-    bias_sums += (chunk * heads + head).to(tl.int64) * TOKENS * TOKENS
-    tl.store(
-        bias_sums + row[:, None] * TOKENS + column[None, :],
-        bias_sum,
-        mask=(row < TOKENS)[:, None] & (column < TOKENS)[None, :],
-    )
 
 
 def _tile(x: Problem, kernel: str) -> Tile:
@@ -394,7 +291,7 @@ def launch_tiles(
         cells = cells_of_program(x.cells, x.heads * tiles, _PROGRAMS, _MOST_CELLS)
         programs = triton.cdiv(x.cells, cells)
         bias_sums = new_sums(x, programs, x.tokens, x.tokens, needed=True)
-        _swin_attention_bwd_dbias_kernel[(programs * x.heads * tiles,)](
+        swin_attention_bwd_dbias_kernel[(programs * x.heads * tiles,)](
             *x.arguments(),
             grad_out,
             *sums,
