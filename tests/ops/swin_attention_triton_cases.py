@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_swin_attention_triton import CASES, Case, Rope, attend, check, with_gradients
+from swin_attention_triton_oracle import CASES, Case, Rope, attend, check, with_gradients
 from torch import Tensor
 
 import dskernels as dk
