@@ -31,6 +31,12 @@ constexpr int kLanes = 4;
 constexpr int kVectorRegisters = 16;
 #endif
 
+// Room for accumulators of more rows beside the operands of a product.
+constexpr bool kWide = kVectorRegisters == 32;
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504088896340736f;
+
 constexpr int64_t kVectorBytes = kLanes * sizeof(float);
 
 typedef float VecF __attribute__((vector_size(kLanes * 4)));

@@ -14,11 +14,7 @@ namespace {
 // A 7x7 or 8x8 window is one tile on every tier.
 constexpr int kTile = 64;
 
-constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2E = 1.44269504088896340736f;
-
 // Vectors side by side in a product's accumulators, and the rows that the registers then hold beside the operands.
-constexpr bool kWide = kVectorRegisters == 32;
 constexpr int kScoreVectors = kWide ? 2 : 3;
 constexpr int kSumVectors = 2;
 template <int kVectors>

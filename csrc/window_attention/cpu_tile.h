@@ -13,7 +13,6 @@ namespace dskernels {
 namespace {
 
 // Accumulators of a product, rows x vectors: as many as the registers hold beside the operands.
-constexpr bool kWide = kVectorRegisters == 32;
 constexpr int kScoreKeys = kWide ? 8 : 4;
 constexpr int kScoreVectors = 3;
 constexpr int kSumRows = kWide ? 12 : 6;
@@ -22,8 +21,6 @@ constexpr int kSumVectors = 2;
 // Keys whose scores are held at a time. Longer windows are walked in blocks of this size with a running maximum.
 constexpr int64_t kBlockKeys = 512;
 
-constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
 struct Window {
