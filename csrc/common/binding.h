@@ -39,6 +39,7 @@ inline View4 view4(const Tensor& t, const char* name) {
 // costs as much as the kernel that writes there.
 inline void advise_huge_pages(const Tensor& t) {
 #ifdef MADV_HUGEPAGE
+  if (!t.is_cpu()) return;
   constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr());
   const uintptr_t end = begin + static_cast<uintptr_t>(t.numel()) * t.element_size();
