@@ -1,10 +1,10 @@
 // Binds the CPU kernels of clip_and_scale to torch. They work on a table of memory runs (common/tensor_table.h), whose
 // maker answers for its pointers.
-#include <cmath>
 #include <tuple>
 #include <vector>
 
 #include "clip_and_scale/args.h"
+#include "clip_and_scale/norm_kind.h"
 #include "common/binding.h"
 #include "common/capability.h"
 
@@ -54,13 +54,6 @@ void run_spans(const std::vector<RunSpan>& spans, const F& f) {
     return;
   }
   run_tasks(tasks, 0, [&](int64_t task, void*) { f(task); });
-}
-
-NormKind kind_of(double power) {
-  if (power == 1.0) return NormKind::kSum;
-  if (power == 2.0) return NormKind::kSumOfSquares;
-  if (power == 3.0) return NormKind::kSumOfCubes;
-  return std::isinf(power) ? NormKind::kMaximum : NormKind::kSumOfPowers;
 }
 
 // The sum over all elements of |x|^p (their maximum for p = inf), and whether any is not finite.

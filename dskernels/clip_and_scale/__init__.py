@@ -49,7 +49,7 @@ def grad_norm(
             DTensors in the same order. Plain tensors are taken to be the same in every process.
         loss_scale: a positive number, or a tensor of one, by which the loss was multiplied. Default: none.
         norm_type: ``p``, positive, or inf. Default: 2.
-        backend: ``"cpu"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back. Default:
+        backend: ``"cpu"``, ``"cuda"``, ``"triton"`` or ``"reference"``; an explicit choice never falls back. Default:
             `use_backend`, then ``DSKERNELS_BACKEND``, then the first that serves the call.
 
     Returns:
@@ -60,9 +60,11 @@ def grad_norm(
         ValueError: a value does not fit, or a gradient is of another dtype.
         RuntimeError: the backend that was asked for cannot serve the call.
 
-    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16, float64, summed in float64), ``reference`` (any
-    devices, tensor by tensor). ``triton`` serves CUDA tensors of one device, and, where it is asked for, those on the
-    CPU in its interpreter (``TRITON_INTERPRET=1``); it never waits for the device.
+    Backends: ``cpu``, ``cuda`` and ``triton`` (float32, bfloat16, float16, float64, summed in float64), ``reference``
+    (any devices, tensor by tensor). ``cuda`` and ``triton`` serve CUDA tensors of one device and never wait for it, so
+    that a CUDA graph can hold a call: it repeats it on the same gradients, which have to stay where they were, by the
+    same numbers and with the value that a tensor ``loss_scale`` on the device has by then. ``triton`` also serves,
+    where it is asked for, tensors on the CPU in its interpreter (``TRITON_INTERPRET=1``).
 
     Source: the global norm of Pascanu et al., "On the difficulty of training recurrent neural networks", 2013,
     section 3.2.

@@ -9,43 +9,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dskernels._library import why_no_kernel, why_no_triton, why_not_unasked
+from dskernels._library import why_no_cuda, why_no_kernel, why_no_triton, why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.clip_and_scale.arguments import ClipCall, Part, prepare, prepare_norm
-from dskernels.clip_and_scale.passes import PowerSum, Scale, measure, result_of, scale_
-from dskernels.clip_and_scale.reference import power_sum_reference, scale_reference_
+from dskernels.clip_and_scale.cuda import CudaPasses, settle_cuda
+from dskernels.clip_and_scale.passes import Passes, measure, scale_
 
-Passes = tuple[PowerSum, Scale]
 Run = Callable[[ClipCall, list[Part], Passes], tuple[Tensor, Tensor]]
-
-_REFERENCE: Passes = (power_sum_reference, scale_reference_)
 
 
 def _read(call: ClipCall, parts: list[Part], passes: Passes) -> tuple[Tensor, Tensor]:
-    return result_of(measure(call, parts, passes[0]))
+    settled = measure(call, parts, passes)
+    return settled.norm, settled.found_inf
 
 
 def _clip(call: ClipCall, parts: list[Part], passes: Passes) -> tuple[Tensor, Tensor]:
-    measured = measure(call, parts, passes[0])
-    if call.error_if_nonfinite and not measured.is_finite:
-        raise RuntimeError(f"grads: expected finite gradients, got a total norm of {float(measured.norm)}")
-    scale_(call, parts, measured, passes[1])
-    return result_of(measured)
+    settled = measure(call, parts, passes)
+    if call.error_if_nonfinite and settled.found_inf:
+        raise RuntimeError(f"grads: expected finite gradients, got a total norm of {float(settled.norm)}")
+    scale_(parts, settled.factor, passes)
+    return settled.norm, settled.found_inf
 
 
 def _by_cpu(run: Run, call: ClipCall) -> tuple[Tensor, Tensor]:
-    return run(call, call.grads.parts(in_tables=True), _REFERENCE)
+    return run(call, call.grads.parts(in_tables=True), Passes())
+
+
+def _by_cuda(run: Run, call: ClipCall) -> tuple[Tensor, Tensor]:
+    if not _tensors(call):
+        # There is no device to launch on.
+        return _by_reference(run, call)
+    passes = CudaPasses()
+    return run(call, call.grads.parts(in_tables=False), Passes(passes.power_sum, settle_cuda, passes.scale_))
 
 
 def _by_triton(run: Run, call: ClipCall) -> tuple[Tensor, Tensor]:
     from dskernels.clip_and_scale.triton import TritonPasses
 
     passes = TritonPasses()
-    return run(call, call.grads.parts(in_tables=False), (passes.power_sum, passes.scale_))
+    return run(call, call.grads.parts(in_tables=False), Passes(passes.power_sum, scale_=passes.scale_))
 
 
 def _by_reference(run: Run, call: ClipCall) -> tuple[Tensor, Tensor]:
-    return run(call, call.grads.parts(in_tables=False), _REFERENCE)
+    return run(call, call.grads.parts(in_tables=False), Passes())
 
 
 def _cpu_refuses(call: ClipCall) -> str | None:
@@ -66,22 +72,26 @@ def _tensors(call: ClipCall) -> list[Tensor]:
     return tensors
 
 
-def _triton_refuses(call: ClipCall) -> str | None:
+def _gpu_refuses(why_not: Callable[[torch.device], str | None], call: ClipCall) -> str | None:
+    """Why kernels that serve all devices but those for which ``why_not`` has a reason do not serve the call."""
     tensors = _tensors(call)
     devices = {tensor.device: None for tensor in tensors}
     if len(devices) > 1:
         return f"the gradients are on {' and '.join(map(str, devices))}"
     # A process without gradients launches nothing, and must not fail where others have some.
-    reason = why_no_triton(next(iter(devices), torch.device("cuda")))
-    if reason is not None:
-        return reason
+    reasons = [why_not(device) for device in devices or (torch.device("cuda"), torch.device("cpu"))]
+    if None not in reasons:
+        return reasons[0]
     kinds = {type(tensor) for tensor in tensors} - {Tensor, torch.nn.Parameter}
     return f"a gradient is of class {kinds.pop().__name__}, whose memory is its own affair" if kinds else None
 
 
-def _triton_unasked(call: ClipCall) -> str | None:
+def _gpu_unasked(call: ClipCall) -> str | None:
     tensors = _tensors(call)
     return why_not_unasked(tensors[0].device) if tensors else "there is no gradient"
+
+
+_why_no_cuda = functools.partial(why_no_cuda, "chunk_power_sums")
 
 
 def _example() -> tuple[list[Tensor], dict[str, Any]]:
@@ -91,7 +101,10 @@ def _example() -> tuple[list[Tensor], dict[str, Any]]:
 def _operator(name: str, prepare: Callable[..., ClipCall], run: Run) -> Operator:
     backends = (
         Backend("cpu", _cpu_refuses, functools.partial(_by_cpu, run)),
-        Backend("triton", _triton_refuses, functools.partial(_by_triton, run), _triton_unasked),
+        Backend("cuda", functools.partial(_gpu_refuses, _why_no_cuda), functools.partial(_by_cuda, run), _gpu_unasked),
+        Backend(
+            "triton", functools.partial(_gpu_refuses, why_no_triton), functools.partial(_by_triton, run), _gpu_unasked
+        ),
         Backend("reference", lambda call: None, functools.partial(_by_reference, run)),
     )
     return register(Operator(name=name, prepare=prepare, backends=backends, example=_example, differentiable=False))

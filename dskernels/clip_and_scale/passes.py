@@ -14,59 +14,82 @@ from dskernels.clip_and_scale.reference import power_sum_reference, scale_refere
 from dskernels.clip_and_scale.sharding import add_up
 from dskernels.clip_and_scale.table import table_power_sum_op, table_scale_op
 
-PowerSum = Callable[[list[Tensor], float, torch.device], Tensor]
-Scale = Callable[[list[Tensor], Tensor, Tensor], None]
 
-
-class Measured(NamedTuple):
-    """What the first pass finds: float64 scalars on one device.
+class Settled(NamedTuple):
+    """What follows from the first pass: scalars on one device.
 
     Attributes:
-        norm: of the unscaled gradients.
-        is_finite: whether all elements are, bool.
+        norm: of the unscaled gradients, float32.
+        found_inf: 1 if an element is not finite, else 0, float32.
+        factor: what to multiply all elements by, float64: 1 if that changes nothing, or must not.
     """
 
     norm: Tensor
-    is_finite: Tensor
+    found_inf: Tensor
+    factor: Tensor
 
 
-def measure(call: ClipCall, parts: list[Part], power_sum: PowerSum = power_sum_reference) -> Measured:
-    """The norm over all parts of a call; ``power_sum`` serves the tensors that are in no table."""
-    maximum, device = math.isinf(call.norm_type), _device(parts)
-    own = [_totals(part.read, call.norm_type, device, power_sum) for part in parts]
-    totals = torch.stack(add_up(own, [part.shards for part in parts], maximum))
-    total, broken = (totals.amax(0) if maximum else totals.sum(0)).unbind()
+PowerSum = Callable[[list[Tensor], float, torch.device], Tensor]
+Settle = Callable[[ClipCall, Tensor], Settled]
+Scale = Callable[[list[Tensor], Tensor], None]
+
+
+def settle_reference(call: ClipCall, rows: Tensor) -> Settled:
+    """The results of a call, of ``rows`` float64 ``[R, 2]`` of which each holds a sum (a maximum) and a flag."""
+    maximum = math.isinf(call.norm_type)
+    total, broken = (rows.amax(0) if maximum else rows.sum(0)).unbind()
+    is_finite = broken == 0
     # A maximum does not tell a NaN; the other sums do.
-    total = torch.where((broken > 0) & total.isfinite(), torch.nan, total) if maximum else total
+    total = torch.where(is_finite | ~total.isfinite(), total, torch.nan) if maximum else total
     norm = total if maximum else total ** (1 / call.norm_type)
-    if call.loss_scale is not None:
-        norm = norm / _on(device, call.loss_scale)
-    return Measured(norm, broken == 0)
-
-
-def result_of(measured: Measured) -> tuple[Tensor, Tensor]:
-    """The norm and the flag as users get them: float32."""
-    return measured.norm.float(), 1.0 - measured.is_finite.float()
-
-
-def scale_(call: ClipCall, parts: list[Part], measured: Measured, scale: Scale = scale_reference_) -> None:
-    """Unscales and clips the gradients in place, unless that would change nothing or something is not finite."""
-    norm, is_finite = measured
+    scale = None if call.loss_scale is None else _on(rows.device, call.loss_scale)
+    if scale is not None:
+        norm = norm / scale
     factor = torch.ones_like(norm)
     if call.max_norm is not None:
         # 1e-6 as in torch.nn.utils.clip_grad_norm_.
         factor = (call.max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if call.loss_scale is not None:
-        factor = factor / _on(norm.device, call.loss_scale)
+    if scale is not None:
+        factor = factor / scale
+    return Settled(norm.float(), 1.0 - is_finite.float(), torch.where(is_finite, factor, 1.0))
+
+
+class Passes(NamedTuple):
+    """Who makes the steps of a call over the tensors that are in no table.
+
+    Attributes:
+        power_sum: of a list of tensors, as `power_sum_reference`, in any number of rows.
+        settle: as `settle_reference`.
+        scale_: as `scale_reference_`.
+    """
+
+    power_sum: PowerSum = power_sum_reference
+    settle: Settle = settle_reference
+    scale_: Scale = scale_reference_
+
+
+def measure(call: ClipCall, parts: list[Part], passes: Passes) -> Settled:
+    """Reads all parts of a call."""
+    device = _device(parts)
+    rows = [_rows(part.read, call.norm_type, device, passes.power_sum) for part in parts]
+    if any(part.shards.groups for part in parts):
+        maximum = math.isinf(call.norm_type)
+        totals = [each.amax(0) if maximum else each.sum(0) for each in rows]
+        rows = [torch.stack(add_up(totals, [part.shards for part in parts], maximum))]
+    return passes.settle(call, rows[0] if len(rows) == 1 else torch.cat(rows))
+
+
+def scale_(parts: list[Part], factor: Tensor, passes: Passes) -> None:
+    """Multiplies all gradients by ``factor`` in place, unless it is 1."""
     for part in parts:
         table = part.written.table
-        # Both are numbers on the CPU, or a wait that nobody can be spared who mixes devices.
-        if table is not None and table.tensors and is_finite and factor != 1:
+        # A number on the CPU, or a wait that nobody can be spared who mixes devices.
+        if table is not None and table.tensors and factor != 1:
             table_scale_op(table.runs, float(factor))
             # Written past autograd, which must not take them for what a graph has kept.
             torch.autograd.graph.increment_version(table.tensors)
         if part.written.others:
-            scale(part.written.others, factor, is_finite)
+            passes.scale_(part.written.others, factor)
 
 
 def _device(parts: list[Part]) -> torch.device:
@@ -81,10 +104,10 @@ def _on(device: torch.device, number: float | Tensor) -> float | Tensor:
     return number.to(device, torch.float64, non_blocking=device.type != "cpu").reshape(())
 
 
-def _totals(tensors: Tensors, power: float, device: torch.device, power_sum: PowerSum) -> Tensor:
-    totals = power_sum(tensors.others, power, device)
+def _rows(tensors: Tensors, power: float, device: torch.device, power_sum: PowerSum) -> Tensor:
+    rows = power_sum(tensors.others, power, device)
     if tensors.table is None or not tensors.table.tensors:
-        return totals
+        return rows
     total, has_nonfinite = table_power_sum_op(tensors.table.runs, power)
-    own = torch.tensor([total, float(has_nonfinite)], dtype=torch.float64).to(device, non_blocking=True)
-    return torch.maximum(totals, own) if math.isinf(power) else totals + own
+    own = torch.tensor([[total, float(has_nonfinite)]], dtype=torch.float64).to(device, non_blocking=True)
+    return own if not tensors.others else torch.cat((rows, own))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def power_sum_reference(tensors: Sequence[Tensor], power: float, device: torch.device) -> Tensor:
-    """The sum of ``|x| ** power`` (the maximum for inf) and the number of x that are not finite: float64 ``[2]``."""
+    """The sum of ``|x| ** power`` (the maximum for inf) and the number of x that are not finite: float64 ``[1, 2]``."""
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for tensor in tensors:
         if tensor.numel() == 0:
@@ -24,15 +24,15 @@ def power_sum_reference(tensors: Sequence[Tensor], power: float, device: torch.d
             value = tensor.double().abs().pow(power).sum()
             totals[0] += value.to(device)
         totals[1] += broken.to(device)
-    return totals
+    return totals[None]
 
 
-def scale_reference_(tensors: Sequence[Tensor], factor: Tensor, is_finite: Tensor) -> None:
-    """Multiplies all tensors by ``factor`` in place where ``is_finite``, rounding once; no device is waited for."""
-    if factor.device.type == "cpu" and (not is_finite or factor == 1):
+def scale_reference_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies all tensors by ``factor`` in place, rounding once, unless it is 1; no device is waited for."""
+    if factor.device.type == "cpu" and factor == 1:
         return
     for tensor in tensors:
         wide = torch.promote_types(tensor.dtype, torch.float32)
-        scaled = (tensor.to(wide) * factor.to(tensor.device, wide)).to(tensor.dtype)
-        # On a device, where something is not finite each element gets itself.
-        tensor.copy_(torch.where(is_finite.to(tensor.device), scaled, tensor))
+        by = factor.to(tensor.device, wide)
+        # On a device each element gets itself where nothing is to change.
+        tensor.copy_(torch.where(by == 1, tensor, (tensor.to(wide) * by).to(tensor.dtype)))

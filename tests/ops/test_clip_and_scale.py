@@ -46,6 +46,11 @@ LISTS: dict[str, Callable[[], list[Tensor | None]]] = {
 }
 
 
+def drawn(name: str, backend: str) -> list[Tensor | None]:
+    """A list of `LISTS`; for the emulator, which takes a millisecond for a tensor of any size, not all of it."""
+    return LISTS[name]()[: 300 if backend == "cuda" else None]
+
+
 def elements(grads: list[Tensor | None]) -> Tensor:
     return torch.cat([torch.zeros(1).double(), *(g.double().flatten() for g in grads if g is not None)])
 
@@ -57,7 +62,7 @@ def right_norm(grads: list[Tensor | None], norm_type: float = 2.0) -> float:
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("name", LISTS)
 def test_norm_matches_float64(name: str, norm_type: float, backend: str) -> None:
-    grads = LISTS[name]()
+    grads = drawn(name, backend)
     norm, found_inf = dk.grad_norm(grads, norm_type=norm_type, backend=backend)
     assert (norm.dtype, norm.shape, found_inf.dtype, float(found_inf)) == (torch.float32, (), torch.float32, 0.0)
     # Summed up in float64 and rounded to float32 once.
@@ -70,7 +75,7 @@ def test_norm_matches_float64(name: str, norm_type: float, backend: str) -> None
 def test_scales_with_one_rounding(
     name: str, max_norm: float | None, loss_scale: float | Tensor | None, backend: str
 ) -> None:
-    grads = LISTS[name]()
+    grads = drawn(name, backend)
     before = [None if g is None else g.clone() for g in grads]
     scale = 1.0 if loss_scale is None else float(loss_scale)
     norm = right_norm(grads) / scale
@@ -109,6 +114,8 @@ def test_what_is_not_finite_leaves_all_as_it_was(
 
 @pytest.mark.parametrize("why", ["nothing to do", "not finite"])
 def test_what_need_not_change_is_not_written(why: str, backend: str) -> None:
+    if backend == "cuda":
+        pytest.skip("whether anything is written is known on the device alone")
     grad = torch.randn(100)
     if why == "not finite":
         grad[7] = math.nan
@@ -234,7 +241,7 @@ def test_wrong_gradients(arguments: tuple, error: type, message: str, backend: s
         ({"norm_type": math.nan}, ValueError, "norm_type: expected a positive number or inf"),
         ({"norm_type": "inf"}, TypeError, "norm_type: expected a number"),
         ({"error_if_nonfinite": 1}, TypeError, "error_if_nonfinite: expected a bool"),
-        ({"backend": "cuda"}, RuntimeError, "cuda"),
+        ({"backend": "onnx"}, ValueError, "backend: expected one of cpu, cuda, triton, reference, got 'onnx'"),
     ],
     ids=str,
 )
