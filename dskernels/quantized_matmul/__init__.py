@@ -11,7 +11,8 @@ from dskernels._autograd import invoke
 from dskernels._library import autocast_disabled, why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.quantized_matmul.activations import round_activations
-from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu, why_not_triton
+from dskernels.quantized_matmul.arguments import QuantizedMatmulCall, prepare, why_not_cpu, why_not_cuda, why_not_triton
+from dskernels.quantized_matmul.cuda_schema import cuda_forward_op
 from dskernels.quantized_matmul.reference import quantized_matmul_reference
 from dskernels.quantized_matmul.schema import forward_op
 from dskernels.quantized_matmul.triton_schema import triton_forward_op
@@ -56,11 +57,16 @@ def quantized_matmul(
         ValueError: shapes, dtypes or devices do not fit each other.
         RuntimeError: the backend that was asked for cannot serve the call.
 
-    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16), ``reference`` (everything, any device; differentiable
-    any number of times). ``triton`` serves CUDA tensors, and, where it is asked for, those on the CPU in its
-    interpreter (``TRITON_INTERPRET=1``). It splits sums as the number of rows suggests, so that with it a row has the
-    same bits in every batch in int8_dynamic and int8_static alone; for the gradient of x it rounds W to the dtype of
-    that gradient, as tensor cores take it. Under autocast x is cast to the autocast dtype.
+    Backends: ``cpu``, ``cuda`` and ``triton`` (float32, bfloat16, float16), ``reference`` (everything, any device;
+    differentiable any number of times). ``cuda`` and ``triton`` serve CUDA tensors; where it is asked for, ``triton``
+    also serves those on the CPU in its interpreter (``TRITON_INTERPRET=1``). For the gradient of x both round W to the
+    dtype of that gradient, as tensor cores take it. With ``cuda`` a row has the same bits in all batches where x is in
+    int8; in the other schemes in all of up to 128 rows, and in fp8_block in all of more. More rows than that of
+    int8_weight_only and int4_weight_only are multiplied by torch, with W and bias rounded to the dtype of x. ``triton``
+    splits sums as the number of rows suggests, so that with it a row has the same bits in every batch in int8_dynamic
+    and int8_static alone. To look at ``weight.input_order`` would mean to wait for the GPU: with ``cuda`` an index that
+    is out of range reaches no other memory, but the result means nothing. Under autocast x is cast to the autocast
+    dtype.
 
     Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only
     Inference", 2018, section 2; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2.
@@ -88,7 +94,7 @@ def _by_reference(call: QuantizedMatmulCall) -> tuple[Tensor]:
     return (out.to(x.dtype),)
 
 
-def _triton_unasked(call: QuantizedMatmulCall) -> str | None:
+def _gpu_unasked(call: QuantizedMatmulCall) -> str | None:
     return why_not_unasked(call.x.device)
 
 
@@ -103,7 +109,8 @@ _operator = register(
         prepare=prepare,
         backends=(
             Backend("cpu", why_not_cpu, lambda call: (invoke(forward_op, *call),)),
-            Backend("triton", why_not_triton, lambda call: (triton_forward_op(*call),), _triton_unasked),
+            Backend("cuda", why_not_cuda, lambda call: (cuda_forward_op(*call),), _gpu_unasked),
+            Backend("triton", why_not_triton, lambda call: (triton_forward_op(*call),), _gpu_unasked),
             Backend("reference", lambda call: None, _by_reference),
         ),
         example=_example,

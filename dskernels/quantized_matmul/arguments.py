@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
+from dskernels._library import cast_for_autocast, why_no_cuda, why_no_kernel, why_no_triton
 from dskernels.checks import is_integer, shape_of, wrong_type, wrong_value
 from dskernels.quantized_matmul.weight import FP8_BLOCK, INT4_SCHEMES, SCHEMES, QuantizedWeight
 
@@ -137,6 +137,14 @@ def why_not_cpu(call: QuantizedMatmulCall) -> str | None:
     if call.x.dtype not in _KERNEL_DTYPES:
         return f"the kernels take float32, bfloat16 and float16, not {call.x.dtype}"
     return why_no_kernel("quantized_matmul", "CPU")
+
+
+def why_not_cuda(call: QuantizedMatmulCall) -> str | None:
+    """The reason why the CUDA kernels cannot serve a call, or None."""
+    reason = why_no_cuda("quantized_matmul", call.x.device)
+    if reason is None and call.x.dtype not in _KERNEL_DTYPES:
+        reason = f"the kernels take float32, bfloat16 and float16, not {call.x.dtype}"
+    return reason
 
 
 def why_not_triton(call: QuantizedMatmulCall) -> str | None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dskernels._library import TRITON_LIBRARY, define_triton
-from dskernels._triton_operators import register_by
+from dskernels._library import TRITON_LIBRARY, define
+from dskernels._operators import register_by
 from dskernels.quantized_matmul import schema
 
-triton_forward_op = define_triton("quantized_matmul", schema.FORWARD)
-triton_backward_op = define_triton("quantized_matmul_backward", schema.BACKWARD)
+triton_forward_op = define("quantized_matmul", schema.FORWARD, TRITON_LIBRARY)
+triton_backward_op = define("quantized_matmul_backward", schema.BACKWARD, TRITON_LIBRARY)
 
 
 def _forward(*arguments: Any) -> Tensor:
@@ -32,4 +32,4 @@ def _backward(*arguments: Any) -> Tensor:
 TRITON_LIBRARY.impl("quantized_matmul", _forward, "CompositeExplicitAutograd")
 TRITON_LIBRARY.impl("quantized_matmul_backward", _backward, "CompositeExplicitAutograd")
 
-register_by(schema, triton_forward_op, triton_backward_op, vmap=schema.map_rows, autocasts=1)
+register_by(schema, triton_forward_op, triton_backward_op, TRITON_LIBRARY, vmap=schema.map_rows, autocasts=1)

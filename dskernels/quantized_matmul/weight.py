@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +73,13 @@ class QuantizedWeight(NamedTuple):
     def out_features(self) -> int:
         """``N``."""
         return self.qweight.shape[0]
+
+    def to(self, device: torch.device | str | int) -> QuantizedWeight:
+        """The same weight on another device."""
+        there: dict[str, Any] = {
+            name: part.to(device) for name, part in self._asdict().items() if isinstance(part, Tensor)
+        }
+        return self._replace(**there)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight ``[N, K]`` that it stands for, in the order of the input features: computed in float32 and rounded

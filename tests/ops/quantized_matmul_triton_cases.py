@@ -351,7 +351,7 @@ def test_refusals() -> None:
         product(x.double(), weight)
     automatic = dk.explain(dk.quantized_matmul, x, weight)
     assert automatic.chosen in ("cpu", "reference")
-    assert "interpreter, which is for tests" in automatic.refusals["triton"]
+    assert "emulated, which is for tests" in automatic.refusals["triton"]
     with dk.use_backend("triton"):
         assert dk.explain(dk.quantized_matmul, x, weight).chosen == "triton"
     with pytest.raises(IndexError, match=r"out of (bounds|range)"):

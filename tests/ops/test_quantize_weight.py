@@ -248,3 +248,11 @@ def test_large_weights_are_rounded_in_parts(name: str, monkeypatch: pytest.Monke
                 assert torch.equal(one, other)
             else:
                 assert one == other
+
+
+def test_to_moves_every_tensor() -> None:
+    weight = dk.quantize_weight(torch.randn(5, 40), "int4_weight_only", group_size=16, symmetric=False)
+    moved = weight.to("meta")
+    assert isinstance(moved, dk.QuantizedWeight)
+    assert all(part.is_meta for part in moved if isinstance(part, torch.Tensor))
+    assert [part for part in moved if not isinstance(part, torch.Tensor)] == ["int4_weight_only", 40, 16, None, None]

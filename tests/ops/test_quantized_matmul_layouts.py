@@ -66,6 +66,8 @@ def at_odd_address(values: Tensor, offset: int) -> Tensor:
 @pytest.mark.parametrize("offset", [1, 2, 4, 9])
 @pytest.mark.parametrize("name", CASES)
 def test_odd_addresses(name: str, offset: int, backend: str) -> None:
+    if backend == "cuda" and offset % 4 != 0:
+        pytest.skip("files are not mapped into the memory of a GPU, where elements are aligned to their size")
     for columns in (64, 100):
         weight, bias = draw_weight(CASES[name], 35, columns), torch.randn(35)
         moved = [at_odd_address(t, offset) if isinstance(t, Tensor) and t.dim() else t for t in weight]
