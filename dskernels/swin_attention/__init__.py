@@ -11,7 +11,8 @@ from dskernels._autograd import invoke
 from dskernels._library import why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table_2d
-from dskernels.swin_attention.arguments import SwinAttentionCall, prepare, why_not_cpu, why_not_triton
+from dskernels.swin_attention.arguments import SwinAttentionCall, prepare, why_not_cpu, why_not_cuda, why_not_triton
+from dskernels.swin_attention.cuda_schema import cuda_forward_op
 from dskernels.swin_attention.reference import swin_attention_reference
 from dskernels.swin_attention.schema import forward_op
 from dskernels.swin_attention.triton_schema import triton_forward_op
@@ -79,9 +80,12 @@ def swin_attention(
         ValueError: shapes, dtypes or devices do not fit each other.
         RuntimeError: the backend that was asked for cannot serve the call.
 
-    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16; heads up to 256 components, windows up to 256 tokens),
-    ``reference`` (everything, any device; differentiable any number of times). ``triton`` serves CUDA tensors, and,
-    where it is asked for, those on the CPU in its interpreter (``TRITON_INTERPRET=1``). Under autocast qkv is cast to
+    Backends: ``cpu``, ``cuda`` and ``triton`` (float32, bfloat16, float16; heads up to 256 components, windows up to
+    256 tokens), ``reference`` (everything, any device; differentiable any number of times). ``cuda`` and ``triton``
+    serve CUDA tensors; they round rotated queries and keys of half precision to their dtype, as tensor cores take them,
+    and ``cuda`` those of length 1, too. ``cuda`` takes fewer than 2**30 images, rows and columns; its kernels are for
+    GPUs from compute capability 8.0 on, and so far have run in the emulator of the tests alone. ``triton`` also serves,
+    where it is asked for, tensors on the CPU in its interpreter (``TRITON_INTERPRET=1``). Under autocast qkv is cast to
     the autocast dtype.
 
     Sources: Liu et al., "Swin Transformer: Hierarchical Vision Transformer using Shifted Windows", 2021, section 3.2
@@ -109,7 +113,7 @@ def swin_attention(
     return torch.nn.functional.pad(out, (0, 0, 0, -right, 0, -bottom))
 
 
-def _triton_unasked(call: SwinAttentionCall) -> str | None:
+def _gpu_unasked(call: SwinAttentionCall) -> str | None:
     return why_not_unasked(call.qkv.device)
 
 
@@ -124,7 +128,8 @@ _operator = register(
         prepare=prepare,
         backends=(
             Backend("cpu", why_not_cpu, lambda call: (invoke(forward_op, *call),)),
-            Backend("triton", why_not_triton, lambda call: (triton_forward_op(*call),), _triton_unasked),
+            Backend("cuda", why_not_cuda, lambda call: (cuda_forward_op(*call),), _gpu_unasked),
+            Backend("triton", why_not_triton, lambda call: (triton_forward_op(*call),), _gpu_unasked),
             Backend("reference", lambda call: None, lambda call: (swin_attention_reference(*call),)),
         ),
         example=_example,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
+from dskernels._library import cast_for_autocast, why_no_cuda, why_no_kernel, why_no_triton
 from dskernels.checks import is_integer, is_number, shape_of, wrong_type, wrong_value
 from dskernels.rope import RopeTable, check_rope
 from dskernels.swin_attention.reference import compute_dtype
@@ -173,6 +173,12 @@ def why_not_cpu(call: SwinAttentionCall) -> str | None:
     if call.qkv.device.type != "cpu":
         return f"the tensors are on {call.qkv.device}"
     return _why_not_shape(call)
+
+
+def why_not_cuda(call: SwinAttentionCall) -> str | None:
+    """The reason why the CUDA kernel cannot serve the call, or None."""
+    missing = why_no_cuda("swin_attention", call.qkv.device)
+    return _why_not_shape(call) if missing is None else missing
 
 
 def why_not_triton(call: SwinAttentionCall) -> str | None:

@@ -34,7 +34,7 @@ BACKWARD = (
     " -> (Tensor grad_qkv, Tensor grad_bias, Tensor grad_logit_scale)"
 )
 
-forward_op = define("swin_attention", FORWARD)
+forward_op = define("swin_attention", FORWARD, keep=True)
 backward_op = define("swin_attention_backward", BACKWARD)
 
 LIBRARY.impl("swin_attention", swin_attention_reference, "CompositeExplicitAutograd")

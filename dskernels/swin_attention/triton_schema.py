@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dskernels._library import TRITON_LIBRARY, define_triton
-from dskernels._triton_operators import register_by
+from dskernels._library import TRITON_LIBRARY, define
+from dskernels._operators import register_by
 from dskernels.swin_attention import schema
 
-triton_forward_op = define_triton("swin_attention", schema.FORWARD)
-triton_backward_op = define_triton("swin_attention_backward", schema.BACKWARD)
+triton_forward_op = define("swin_attention", schema.FORWARD, TRITON_LIBRARY, keep=True)
+triton_backward_op = define("swin_attention_backward", schema.BACKWARD, TRITON_LIBRARY)
 
 
 def _forward(*arguments: Any) -> Tensor:
@@ -32,4 +32,4 @@ def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 TRITON_LIBRARY.impl("swin_attention", _forward, "CompositeExplicitAutograd")
 TRITON_LIBRARY.impl("swin_attention_backward", _backward, "CompositeExplicitAutograd")
 
-register_by(schema, triton_forward_op, triton_backward_op, vmap=schema.map_images, autocasts=1)
+register_by(schema, triton_forward_op, triton_backward_op, TRITON_LIBRARY, vmap=schema.map_images, autocasts=1)

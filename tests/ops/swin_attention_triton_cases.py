@@ -208,7 +208,7 @@ def test_compile_fullgraph_dynamic() -> None:
 def test_automatic_choice_does_not_take_the_interpreter() -> None:
     automatic = dk.explain(dk.swin_attention, torch.randn(1, 4, 4, 24), window_size=2, num_heads=1)
     assert automatic.chosen in ("cpu", "reference")
-    assert "interpreter, which is for tests" in automatic.refusals["triton"]
+    assert "emulated, which is for tests" in automatic.refusals["triton"]
 
 
 def test_refusals() -> None:

@@ -1,4 +1,4 @@
-"""The calls on which swin_attention in Triton is tried, and what is right for them: by rolling, partition and masks."""
+"""The calls on which the kernels for GPUs are tried, and what is right for them: by rolling, partition and masks."""
 
 from __future__ import annotations
 
@@ -78,6 +78,17 @@ CASES = {
 }
 
 
+# On a GPU there are more of them, and larger ones.
+GPU_CASES = {
+    **CASES,
+    "large": Case((3, 30, 45), 3, 32, (7, 7), (3, 3), bias=True),
+    "large_v2": Case((2, 33, 40), 4, 32, (8, 8), (4, 4), bias=True, cosine=True),
+    "large_rope": Case((2, 33, 40), 2, 64, (7, 7), (3, 2), bias=True, rope=Rope(by_head=True)),
+    "twelve": Case((2, 30, 25), 2, 32, (12, 12), (6, 6), bias=True),
+    "sixteen": Case((1, 40, 20), 1, 256, (16, 16), (8, 8), bias=True, cosine=True, rope=Rope(128, interleaved=True)),
+}
+
+
 def _windows(x: Tensor, case: Case) -> Tensor:
     """``[B, H, W, C]`` as Swin cuts it: filled up, rolled and partitioned, ``[B, windows, N, C]``."""
     (h, w), (down, right) = case.window, case.shift
@@ -139,7 +150,14 @@ def by_masks(case: Case, qkv: Tensor, bias: Tensor | None = None, logit_scale: T
     return _image(out.transpose(2, 3).flatten(-2), case)
 
 
-def attend(case: Case, qkv: Tensor, bias: Tensor | None = None, logit_scale: Tensor | None = None) -> Tensor:
+def attend(
+    case: Case,
+    qkv: Tensor,
+    bias: Tensor | None = None,
+    logit_scale: Tensor | None = None,
+    *,
+    backend: str = "triton",
+) -> Tensor:
     table = case.table()
     return dk.swin_attention(
         qkv,
@@ -150,7 +168,7 @@ def attend(case: Case, qkv: Tensor, bias: Tensor | None = None, logit_scale: Ten
         rope=None if table is None else table.to(qkv.device),
         logit_scale=logit_scale,
         scale=case.scale,
-        backend="triton",
+        backend=backend,
     )
 
 

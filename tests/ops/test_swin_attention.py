@@ -119,6 +119,8 @@ def test_heads(heads: int, backend: str) -> None:
 
 @pytest.mark.parametrize("batch", [1, 7, 40])
 def test_bias_gradient_sums_over_many_windows(batch: int, backend: str) -> None:
+    # The emulator takes some 10 ms for a head of a window.
+    batch = min(batch, 5) if backend == "cuda" else batch
     case = Case(batch, 14, 21, 3, 8, (7, 7), (3, 3), cosine=True)
     check(*case.draw(torch.float32), case.options, backend)
 
@@ -228,6 +230,8 @@ def test_inputs_stay_as_they_are(backend: str) -> None:
 def test_same_bits_on_every_run_and_for_every_thread_count(batch: int, dtype: torch.dtype, backend: str) -> None:
     if backend == "reference":
         pytest.skip("torch's own matrix products answer for the reference")
+    if backend == "cuda":
+        pytest.skip("no thread of torch computes; orders of CUDA's threads are tried in test_swin_attention_cuda.py")
     case = Case(batch, 30, 37, 3, 32, (7, 7), (3, 3), Rope(), cosine=True)
     inputs, grad_out = case.draw(dtype)
     threads, runs = torch.get_num_threads(), []

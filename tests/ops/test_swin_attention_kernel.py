@@ -48,6 +48,9 @@ def test_cosine_attention_with_a_table_that_scales(
         return torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
 
     tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    if backend == "cuda" and dtype == torch.bfloat16:
+        # Tensor cores take rounded rows and gradients of scores, times factors of up to 5 * 1.3 ** 2.
+        tolerance = 2**-5
     exact = gradients(qkv.double(), logit_scale.double(), "reference")
     for one, other in zip(gradients(qkv, logit_scale, backend), exact, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from swin_attention_triton_oracle import CASES, HALF, Case, Rope, attend, check, with_gradients
+from swin_attention_triton_oracle import GPU_CASES, HALF, Case, Rope, attend, check, with_gradients
 from test_window_attention_triton import SHARED_MEMORY, compiles, needs_triton, run_python, stack_bytes
 
 import dskernels as dk
@@ -187,16 +187,6 @@ def test_wide_offsets_and_ones_compile(ones: bool, tmp_path, monkeypatch) -> Non
     for kind, kernel in kernels().items():
         tile = tile_for(kind, torch.float16, case.tokens, case.dim)
         assert compile_for(kernel, 80, torch.float16, case, tile, wide=not ones, ones=ones).asm["cubin"]
-
-
-GPU_CASES = {
-    **CASES,
-    "large": Case((3, 30, 45), 3, 32, (7, 7), (3, 3), bias=True),
-    "large_v2": Case((2, 33, 40), 4, 32, (8, 8), (4, 4), bias=True, cosine=True),
-    "large_rope": Case((2, 33, 40), 2, 64, (7, 7), (3, 2), bias=True, rope=Rope(by_head=True)),
-    "twelve": Case((2, 30, 25), 2, 32, (12, 12), (6, 6), bias=True),
-    "sixteen": Case((1, 40, 20), 1, 256, (16, 16), (8, 8), bias=True, cosine=True, rope=Rope(128, interleaved=True)),
-}
 
 
 @pytest.mark.gpu
