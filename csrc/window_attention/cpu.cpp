@@ -7,23 +7,9 @@
 namespace dskernels {
 namespace {
 
-void check_shapes(const WindowAttentionArgs& args, const Tensor& k, const Tensor& v, const Tensor& lse) {
-  STD_TORCH_CHECK(k.size(0) == args.batch && v.size(0) == args.batch && v.size(1) == args.heads_kv &&
-                      v.size(2) == args.len_k && k.size(3) == args.dim_qk,
-                  "window_attention: q, k, v: expected [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv]");
-  check_operands(args);
-  STD_TORCH_CHECK(lse.is_contiguous() && lse.numel() == args.batch * args.heads_q * args.len_q &&
-                      lse.scalar_type() == ScalarType::Float,
-                  "window_attention: lse: expected contiguous float32 [B, Hq, Nq]");
-}
-
-void set_positions(WindowAttentionArgs& args, const Tensor& positions, int64_t rows) {
-  const bool in_keys = args.query_offset >= 0 && args.query_offset + args.len_q <= args.len_k;
-  STD_TORCH_CHECK(positions.scalar_type() == ScalarType::Long && positions.is_contiguous() && positions.dim() == 2 &&
-                      positions.size(0) == args.batch && positions.size(1) == args.len_k && in_keys,
-                  "window_attention: positions: expected contiguous int64 [B, Nk], with every query at a key");
-  args.positions = static_cast<const int64_t*>(positions.data_ptr());
-  for (int64_t i = 0; i < positions.numel(); ++i) {
+// Set before: positions.
+void check_positions(const WindowAttentionArgs& args, int64_t rows) {
+  for (int64_t i = 0; i < args.batch * args.len_k; ++i) {
     STD_TORCH_CHECK(args.positions[i] >= 0 && args.positions[i] < rows, "window_attention: positions: expected 0 to ",
                     rows - 1, ", got ", args.positions[i]);
   }
@@ -36,27 +22,18 @@ WindowAttentionArgs describe(const Tensor& q, const Tensor& k, const Tensor& v, 
                              std::optional<int64_t> right, int64_t query_offset, double scale, double softcap,
                              bool interleaved) {
   WindowAttentionArgs args{};
-  args.q = view4(q, "q");
-  args.k = view4(k, "k");
-  args.v = view4(v, "v");
-  args.out = view4(out, "out");
-  args.batch = q.size(0);
-  args.heads_q = q.size(1);
-  args.len_q = q.size(2);
-  args.dim_qk = q.size(3);
-  args.heads_kv = k.size(1);
-  args.len_k = k.size(2);
-  args.dim_v = v.size(3);
-  check_shapes(args, k, v, lse);
-  args.lse = static_cast<float*>(lse.data_ptr());
-  args.lse_stride_batch = args.heads_q * args.len_q;
-  args.lse_stride_head = args.len_q;
+  set_operands(args, q, k, v, out);
+  STD_TORCH_CHECK(sizes_agree(args, k, v),
+                  "window_attention: q, k, v: expected [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, Dv]");
+  check_operands(args);
+  set_lse(args, lse);
   args.query_offset = bounded(query_offset);
   set_scores(args, left, right, scale, softcap);
   set_sink(args, sink);
   set_rope(args, cos, sin, interleaved);
   if (cos.has_value() && positions.has_value()) {
-    set_positions(args, *positions, cos->size(0));
+    set_positions(args, *positions);
+    check_positions(args, cos->size(0));
   } else if (cos.has_value()) {
     check_table_rows(args, cos->size(0));
   }
@@ -107,19 +84,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> window_attention_backward_cpu(
     grad_lse_rows = torch::stable::contiguous(*grad_lse);
     args.grad_lse = static_cast<const float*>(grad_lse_rows.data_ptr());
   }
-  Tensor grad_q = empty_in_order_of(q, q.size(0), q.size(1), q.size(2), q.size(3));
-  Tensor grad_k = empty_in_order_of(k, k.size(0), k.size(1), k.size(2), k.size(3));
-  Tensor grad_v = empty_in_order_of(v, v.size(0), v.size(1), v.size(2), v.size(3));
-  // Zeros, since a pair out of the window has no gradient and is not visited.
-  const bool grads_bias = bias.has_value() && bias_needs_grad;
-  Tensor grad_bias =
-      grads_bias ? torch::stable::new_zeros(lse, {q.size(0), q.size(1), q.size(2), k.size(2)}, ScalarType::Float)
-                 : torch::stable::new_empty(lse, {0}, ScalarType::Float);
-  if (grads_bias) args.grad_bias = static_cast<float*>(grad_bias.data_ptr());
-  if (args.forward.batch == 0 || args.forward.heads_q == 0) return {grad_q, grad_k, grad_v, grad_bias};
-  args.grad_q = view4(grad_q, "grad_q");
-  args.grad_k = view4(grad_k, "grad_k");
-  args.grad_v = view4(grad_v, "grad_v");
+  const auto gradients = new_gradients(args, q, k, v, bias.has_value() && bias_needs_grad);
+  if (args.forward.batch == 0 || args.forward.heads_q == 0) return gradients;
 
   const WindowAttentionKernels& kernels = DSKERNELS_SELECT_TIER(window_attention_kernels);
   const WindowAttentionPlan plan = kernels.plan_backward(args.forward);
@@ -129,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> window_attention_backward_cpu(
   run_tasks(plan.tasks, plan.scratch_bytes,
             [&](int64_t task, void* scratch) { kernels.run_backward(args, task, scratch); });
   run_tasks(plan.merge_tasks, 0, [&](int64_t task, void* scratch) { kernels.merge_backward(args, task, scratch); });
-  return {grad_q, grad_k, grad_v, grad_bias};
+  return gradients;
 }
 
 }  // namespace

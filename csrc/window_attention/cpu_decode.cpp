@@ -9,8 +9,7 @@ namespace dskernels {
 namespace {
 
 std::vector<int64_t> lengths_of(const Tensor& t, const WindowAttentionArgs& args, int64_t rows) {
-  STD_TORCH_CHECK(holds_integers(t) && t.size(0) == args.batch,
-                  "window_attention_decode: cache_lengths: expected int32 or int64 [B]");
+  check_lengths(t, args.batch);
   std::vector<int64_t> lengths(t.size(0));
   for (size_t b = 0; b < lengths.size(); ++b) {
     lengths[b] = integer_at(t, static_cast<int64_t>(b));
@@ -38,25 +37,12 @@ std::tuple<Tensor, Tensor> window_attention_decode_cpu(const Tensor& q, const Te
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)}, ScalarType::Float);
   WindowAttentionDecodeArgs decode{};
   WindowAttentionArgs& args = decode.forward;
-  args.q = view4(q, "q");
-  args.k = view4(k_cache, "k_cache");
-  args.v = view4(v_cache, "v_cache");
-  args.out = view4(out, "out");
-  args.batch = q.size(0);
-  args.heads_q = q.size(1);
-  args.len_q = q.size(2);
-  args.dim_qk = q.size(3);
-  args.heads_kv = k_cache.size(1);
-  args.len_k = k_cache.size(2);
-  args.dim_v = v_cache.size(3);
-  STD_TORCH_CHECK(k_cache.size(0) == args.batch && v_cache.size(0) == args.batch && v_cache.size(1) == args.heads_kv &&
-                      v_cache.size(2) == args.len_k && k_cache.size(3) == args.dim_qk,
+  set_operands(args, q, k_cache, v_cache, out, "k_cache", "v_cache");
+  STD_TORCH_CHECK(sizes_agree(args, k_cache, v_cache),
                   "window_attention_decode: q, k_cache, v_cache: expected [B, Hq, Nq, D], [B, Hkv, S, D], "
                   "[B, Hkv, S, Dv]");
   check_heads(args);
-  args.lse = static_cast<float*>(lse.data_ptr());
-  args.lse_stride_batch = args.heads_q * args.len_q;
-  args.lse_stride_head = args.len_q;
+  set_lse(args, lse);
   set_scores(args, left, right, scale, softcap);
   set_sink(args, sink);
   set_rope(args, cos, sin, interleaved);

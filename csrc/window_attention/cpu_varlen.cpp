@@ -10,16 +10,8 @@
 namespace dskernels {
 namespace {
 
-// A [tokens, heads, columns] tensor, from `token` on, as [1, heads, tokens, columns].
-View4 packed_view(const Tensor& t, int64_t token, const char* name) {
-  STD_TORCH_CHECK(t.dim() == 3, "window_attention_varlen: ", name, ": expected 3 dimensions, got ", t.dim());
-  char* data = static_cast<char*>(t.data_ptr()) + token * t.stride(0) * static_cast<int64_t>(t.element_size());
-  return {data, element_of(t, name), {0, t.stride(1), t.stride(0), t.stride(2)}};
-}
-
 std::vector<int64_t> offsets_of(const Tensor& t, int64_t tokens, const char* name) {
-  STD_TORCH_CHECK(holds_integers(t) && t.size(0) > 0, "window_attention_varlen: ", name,
-                  ": expected int32 or int64 [n + 1]");
+  check_offsets(t, name);
   std::vector<int64_t> offsets(t.size(0));
   for (size_t i = 0; i < offsets.size(); ++i) {
     offsets[i] = integer_at(t, static_cast<int64_t>(i));
@@ -40,16 +32,7 @@ Packed describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
                 const std::optional<Tensor>& sin, const std::optional<Tensor>& sink, std::optional<int64_t> left,
                 std::optional<int64_t> right, double scale, double softcap, bool interleaved) {
   WindowAttentionArgs args{};
-  args.q = packed_view(q, 0, "q");
-  args.k = packed_view(k, 0, "k");
-  args.v = packed_view(v, 0, "v");
-  args.batch = 1;
-  args.heads_q = q.size(1);
-  args.dim_qk = q.size(2);
-  args.heads_kv = k.size(1);
-  args.dim_v = v.size(2);
-  STD_TORCH_CHECK(v.size(0) == k.size(0) && v.size(1) == args.heads_kv && k.size(2) == args.dim_qk,
-                  "window_attention_varlen: q, k, v: expected [T, Hq, D], [S, Hkv, D], [S, Hkv, Dv]");
+  set_packed_operands(args, q, k, v);
   check_operands(args);
   STD_TORCH_CHECK(
       lse.is_contiguous() && lse.numel() == args.heads_q * q.size(0) && lse.scalar_type() == ScalarType::Float,
@@ -61,19 +44,17 @@ Packed describe(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
 
   Packed packed{
       offsets_of(cu_seqlens_q, q.size(0), "cu_seqlens_q"), offsets_of(cu_seqlens_k, k.size(0), "cu_seqlens_k"), {}};
-  STD_TORCH_CHECK(packed.queries.size() == packed.keys.size(),
-                  "window_attention_varlen: cu_seqlens_k: expected as many offsets as cu_seqlens_q, ",
-                  packed.queries.size(), ", got ", packed.keys.size());
+  check_as_many(cu_seqlens_q, cu_seqlens_k);
   for (size_t i = 0; i + 1 < packed.queries.size(); ++i) {
     const int64_t query = packed.queries[i], key = packed.keys[i];
     args.len_q = packed.queries[i + 1] - query;
     args.len_k = packed.keys[i + 1] - key;
     args.query_offset = args.len_k - args.len_q;
     if (cos.has_value()) check_table_rows(args, cos->size(0));
-    args.q = packed_view(q, query, "q");
-    args.k = packed_view(k, key, "k");
-    args.v = packed_view(v, key, "v");
-    args.out = packed_view(out, query, "out");
+    args.q = packed_view(q, "q", query);
+    args.k = packed_view(k, "k", key);
+    args.v = packed_view(v, "v", key);
+    args.out = packed_view(out, "out", query);
     args.lse = static_cast<float*>(lse.data_ptr()) + query;
     packed.sequences.push_back(args);
   }
@@ -192,10 +173,10 @@ std::tuple<Tensor, Tensor, Tensor> window_attention_varlen_backward_cpu(
   for (size_t i = 0; i < packed.sequences.size(); ++i) {
     WindowAttentionBackwardArgs args{};
     args.forward = packed.sequences[i];
-    args.grad_out = packed_view(grad_out, packed.queries[i], "grad_out");
-    args.grad_q = packed_view(grad_q, packed.queries[i], "grad_q");
-    args.grad_k = packed_view(grad_k, packed.keys[i], "grad_k");
-    args.grad_v = packed_view(grad_v, packed.keys[i], "grad_v");
+    args.grad_out = packed_view(grad_out, "grad_out", packed.queries[i]);
+    args.grad_q = packed_view(grad_q, "grad_q", packed.queries[i]);
+    args.grad_k = packed_view(grad_k, "grad_k", packed.keys[i]);
+    args.grad_v = packed_view(grad_v, "grad_v", packed.keys[i]);
     if (grad_lse.has_value()) {
       args.grad_lse = static_cast<const float*>(grad_lse_rows.data_ptr()) + packed.queries[i];
     }

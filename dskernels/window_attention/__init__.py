@@ -10,7 +10,8 @@ from torch import Tensor
 from dskernels._library import why_not_unasked
 from dskernels._registry import Backend, Operator, register
 from dskernels.rope import RopeTable, rope_table
-from dskernels.window_attention.arguments import WindowAttentionCall, prepare, why_not_cpu, why_not_triton
+from dskernels.window_attention.arguments import WindowAttentionCall, prepare, why_not_cpu, why_not_cuda, why_not_triton
+from dskernels.window_attention.cuda_schema import cuda_forward_op
 from dskernels.window_attention.decode import window_attention_decode
 from dskernels.window_attention.reference import window_attention_reference
 from dskernels.window_attention.schema import forward_op
@@ -120,10 +121,12 @@ def window_attention(
         IndexError: with ``rope``, a query or key stands at a position outside the table.
         RuntimeError: the backend that was asked for cannot serve the call.
 
-    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
-    (everything, any device, dense; differentiable twice). ``triton`` serves CUDA tensors, and, where it is asked for,
-    those on the CPU in its interpreter (``TRITON_INTERPRET=1``); it rounds rotated queries and keys of half precision
-    to their dtype, as tensor cores take them. Under autocast q, k and v are cast to the autocast dtype.
+    Backends: ``cpu``, ``cuda`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
+    (everything, any device, dense; differentiable twice). ``cuda`` and ``triton`` serve CUDA tensors, and round rotated
+    queries and keys of half precision to their dtype, as tensor cores take them. ``cuda`` is for GPUs of compute
+    capability 8.0 and later, and takes fewer than 2**30 keys, and queries times ``Hq / Hkv``; so far it has run in the
+    emulator of the tests alone. ``triton`` also serves, where it is asked for, tensors on the CPU in its interpreter
+    (``TRITON_INTERPRET=1``). Under autocast q, k and v are cast to the autocast dtype.
 
     Sources: the window of Beltagy et al., "Longformer", 2020, section 3.1; the softmax and its backward as in Dao,
     "FlashAttention-2", 2023, section 2.3; the rotation of Su et al., "RoFormer", 2021, equation 34; the cap of the
@@ -152,11 +155,15 @@ def _cpu_refuses(call: WindowAttentionCall) -> str | None:
     return why_not_cpu("window_attention", call.q, call.v)
 
 
+def _cuda_refuses(call: WindowAttentionCall) -> str | None:
+    return why_not_cuda("window_attention", call.q, call.v)
+
+
 def _triton_refuses(call: WindowAttentionCall) -> str | None:
     return why_not_triton(call.q, call.v)
 
 
-def _triton_unasked(call: WindowAttentionCall) -> str | None:
+def _gpu_unasked(call: WindowAttentionCall) -> str | None:
     return why_not_unasked(call.q.device)
 
 
@@ -171,7 +178,8 @@ _operator = register(
         prepare=prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: forward_op(*call)),
-            Backend("triton", _triton_refuses, lambda call: triton_forward_op(*call), _triton_unasked),
+            Backend("cuda", _cuda_refuses, lambda call: cuda_forward_op(*call), _gpu_unasked),
+            Backend("triton", _triton_refuses, lambda call: triton_forward_op(*call), _gpu_unasked),
             Backend("reference", lambda call: None, lambda call: window_attention_reference(*call)),
         ),
         example=_example,

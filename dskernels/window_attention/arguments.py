@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dskernels._library import cast_for_autocast, why_no_kernel, why_no_triton
+from dskernels._library import cast_for_autocast, why_no_cuda, why_no_kernel, why_no_triton
 from dskernels.checks import is_integer, is_number, shape_of, wrong_type, wrong_value
 from dskernels.rope import RopeTable, check_in_table, check_rope
 from dskernels.window_attention.reference import compute_dtype
@@ -243,6 +243,12 @@ def why_not_cpu(operator: str, q: Tensor, v: Tensor) -> str | None:
     if q.device.type != "cpu":
         return f"the tensors are on {q.device}"
     return _why_not_shape(q, v)
+
+
+def why_not_cuda(operator: str, q: Tensor, v: Tensor) -> str | None:
+    """The reason why the CUDA kernel of ``operator`` cannot serve tensors such as ``q`` and ``v``, or None."""
+    missing = why_no_cuda(operator, q.device)
+    return _why_not_shape(q, v) if missing is None else missing
 
 
 def why_not_triton(q: Tensor, v: Tensor) -> str | None:

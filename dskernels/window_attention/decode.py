@@ -23,8 +23,10 @@ from dskernels.window_attention.arguments import (
     checked_softcap,
     checked_window,
     why_not_cpu,
+    why_not_cuda,
     why_not_triton,
 )
+from dskernels.window_attention.cuda_schema import cuda_decode_op
 from dskernels.window_attention.decode_reference import check_lengths, window_attention_decode_reference
 from dskernels.window_attention.decode_schema import decode_op
 from dskernels.window_attention.triton_schema import triton_decode_op
@@ -148,11 +150,11 @@ def window_attention_decode(
             look at values beforehand, a length does not fit cache or table.
         NotImplementedError: a gradient is asked for, other than of the reference.
 
-    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
-    (everything, any device, dense). ``triton`` is as in `window_attention`, and computes in float32 where queries and
-    cache are of different dtypes. Lengths on a GPU are not looked at, nor under ``torch.func.vmap``: there, a cache
-    that is too small gives wrong results without an error, and a position outside the table NaN. Under autocast q is
-    cast to the autocast dtype, the caches are not.
+    Backends: ``cpu``, ``cuda`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
+    (everything, any device, dense). ``cuda`` and ``triton`` are as in `window_attention`, and compute in float32 where
+    queries and cache are of different dtypes. Lengths on a GPU are not looked at, nor under ``torch.func.vmap``: there,
+    a cache that is too small gives wrong results without an error, and a position outside the table NaN. Under autocast
+    q is cast to the autocast dtype, the caches are not.
 
     Sources: as for `window_attention`; the rolling cache is that of Jiang et al., "Mistral 7B", 2023, section 2; the
     parts of a long window are joined as in Dao et al., "Flash-Decoding", 2023.
@@ -240,11 +242,15 @@ def _cpu_refuses(call: DecodeCall) -> str | None:
     return why_not_cpu("window_attention_decode", call.q, call.v_cache) or _why_not_cache(call)
 
 
+def _cuda_refuses(call: DecodeCall) -> str | None:
+    return why_not_cuda("window_attention_decode", call.q, call.v_cache) or _why_not_cache(call)
+
+
 def _triton_refuses(call: DecodeCall) -> str | None:
     return why_not_triton(call.q, call.v_cache) or _why_not_cache(call)
 
 
-def _triton_unasked(call: DecodeCall) -> str | None:
+def _gpu_unasked(call: DecodeCall) -> str | None:
     return why_not_unasked(call.q.device)
 
 
@@ -266,7 +272,8 @@ _operator = register(
         prepare=_prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: decode_op(*call)),
-            Backend("triton", _triton_refuses, lambda call: triton_decode_op(*call), _triton_unasked),
+            Backend("cuda", _cuda_refuses, lambda call: cuda_decode_op(*call), _gpu_unasked),
+            Backend("triton", _triton_refuses, lambda call: triton_decode_op(*call), _gpu_unasked),
             Backend("reference", lambda call: None, lambda call: window_attention_decode_reference(*call)),
         ),
         example=_example,

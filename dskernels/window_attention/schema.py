@@ -32,7 +32,7 @@ BACKWARD = (
     " bool bias_needs_grad) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias)"
 )
 
-forward_op = define("window_attention", FORWARD)
+forward_op = define("window_attention", FORWARD, keep=True)
 backward_op = define("window_attention_backward", BACKWARD)
 
 LIBRARY.impl("window_attention", window_attention_reference, "CompositeExplicitAutograd")

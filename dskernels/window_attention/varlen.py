@@ -22,8 +22,10 @@ from dskernels.window_attention.arguments import (
     checked_softcap,
     checked_window,
     why_not_cpu,
+    why_not_cuda,
     why_not_triton,
 )
+from dskernels.window_attention.cuda_schema import cuda_varlen_forward_op
 from dskernels.window_attention.triton_schema import triton_varlen_forward_op
 from dskernels.window_attention.varlen_reference import window_attention_varlen_reference
 from dskernels.window_attention.varlen_schema import varlen_forward_op
@@ -144,11 +146,11 @@ def window_attention_varlen(
         RuntimeError: the backend that was asked for cannot serve the call; or, under ``torch.compile``, which cannot
             look at values beforehand, offsets or positions are wrong.
 
-    Backends: ``cpu`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
+    Backends: ``cpu``, ``cuda`` and ``triton`` (float32, bfloat16, float16; ``D`` and ``Dv`` up to 256), ``reference``
     (everything, any device, a sequence at a time, dense; differentiable twice; not under ``torch.compile`` where a
-    kernel is there to serve). ``triton`` is as in `window_attention`, and waits for no value: it takes offsets on a GPU
-    as they come. Wrong ones read and write nothing outside the tensors, but what they give is undefined, and a position
-    outside the table gives NaN. Under autocast q, k and v are cast to the autocast dtype.
+    kernel is there to serve). ``cuda`` and ``triton`` are as in `window_attention`, and wait for no value: they take
+    offsets on a GPU as they come. Wrong ones read and write nothing outside the tensors, but what they give is
+    undefined, and a position outside the table gives NaN. Under autocast q, k and v are cast to the autocast dtype.
 
     Sources: as for `window_attention`; the packing is that of Dao, "FlashAttention-2", 2023 (``flash_attn_varlen_func``
     of its implementation).
@@ -259,11 +261,15 @@ def _cpu_refuses(call: VarlenCall) -> str | None:
     return why_not_cpu("window_attention_varlen", call.q, call.v)
 
 
+def _cuda_refuses(call: VarlenCall) -> str | None:
+    return why_not_cuda("window_attention_varlen", call.q, call.v)
+
+
 def _triton_refuses(call: VarlenCall) -> str | None:
     return why_not_triton(call.q, call.v)
 
 
-def _triton_unasked(call: VarlenCall) -> str | None:
+def _gpu_unasked(call: VarlenCall) -> str | None:
     return why_not_unasked(call.q.device)
 
 
@@ -299,7 +305,8 @@ _operator = register(
         prepare=_prepare,
         backends=(
             Backend("cpu", _cpu_refuses, lambda call: varlen_forward_op(*call)),
-            Backend("triton", _triton_refuses, lambda call: triton_varlen_forward_op(*call), _triton_unasked),
+            Backend("cuda", _cuda_refuses, lambda call: cuda_varlen_forward_op(*call), _gpu_unasked),
+            Backend("triton", _triton_refuses, lambda call: triton_varlen_forward_op(*call), _gpu_unasked),
             Backend("reference", _reference_refuses, _run_reference),
         ),
         example=_example,

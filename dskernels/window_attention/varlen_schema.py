@@ -32,7 +32,7 @@ BACKWARD = (
     " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
-varlen_forward_op = define("window_attention_varlen", FORWARD)
+varlen_forward_op = define("window_attention_varlen", FORWARD, keep=True)
 varlen_backward_op = define("window_attention_varlen_backward", BACKWARD)
 
 LIBRARY.impl("window_attention_varlen", window_attention_varlen_reference, "CompositeExplicitAutograd")

@@ -52,7 +52,8 @@ LENGTHS = torch.tensor([10, 15])
             IndexError,
             "rope: the last token of sequence 1 stands at position 14, the table holds 14 positions",
         ),
-        ({"backend": "cuda"}, RuntimeError, "cuda"),
+        # Of float64, which it does not serve even where the emulator has been loaded.
+        ({"backend": "cuda", "q": Q.double()}, RuntimeError, "cuda"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

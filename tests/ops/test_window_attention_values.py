@@ -141,7 +141,8 @@ def test_a_hundred_runs_give_the_same_bits(backend: str) -> None:
 
     threads, first = torch.get_num_threads(), run()
     try:
-        for i in range(100):
+        # The emulator takes seconds for one.
+        for i in range(3 if backend == "cuda" else 100):
             torch.set_num_threads(1 + i % 4)
             assert all(torch.equal(one, other) for one, other in zip(run(), first, strict=True)), i
     finally:

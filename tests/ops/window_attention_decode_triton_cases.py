@@ -234,4 +234,4 @@ def test_refusals() -> None:
         with pytest.raises(RuntimeError, match=rf"backend 'triton'.*{reason}"):
             decode(CASES["one_slot"], x._replace(**changes), "triton")
     automatic = dk.explain(dk.window_attention_decode, x.q, x.k_cache, x.v_cache, x.lengths, window=(0, 0))
-    assert "interpreter, which is for tests" in automatic.refusals["triton"]
+    assert "emulated, which is for tests" in automatic.refusals["triton"]

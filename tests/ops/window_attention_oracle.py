@@ -50,12 +50,13 @@ def op(
 ) -> tuple[Tensor, Tensor]:
     table, positions = None, None
     if options.positions is not None:
-        positions = torch.tensor(options.positions)
+        positions = torch.tensor(options.positions, device=q.device)
     if options.rope is not None:
         rows = max(k.shape[2], q.shape[2] + options.offset(q, k))
         rows = rows if positions is None else int(positions.max()) + 1
         theta, rotary_dim, interleaved = options.rope
         table = dk.rope_table(q.shape[3], rows, theta=theta, rotary_dim=rotary_dim, interleaved=interleaved)
+        table = table.to(q.device)
     return dk.window_attention(
         q,
         k,
@@ -164,13 +165,18 @@ def plain(
 def on_rounded_operands(dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
     """`plain` in ``dtype``, to which rotated queries and keys are rounded, as tensor cores take them."""
 
-    def compute(q: Tensor, k: Tensor, v: Tensor, options: Options, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def compute(q: Tensor, k: Tensor, v: Tensor, options: Options, **scores: Tensor) -> tuple[Tensor, Tensor]:
         scale, offset = options.factor(q), options.offset(q, k)
         q, k = rotated(q, offset, options.rope, options), rotated(k, 0, options.rope, options)
         unturned = replace(options, rope=None, positions=None, scale=scale)
-        return plain(q.to(dtype), k.to(dtype), v.to(dtype), unturned, sink=sink)
+        return plain(q.to(dtype), k.to(dtype), v.to(dtype), unturned, **scores)
 
     return compute
+
+
+def plain_for(backend: str, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What ``backend`` is held to: `plain`, of rounded operands where it rounds them."""
+    return on_rounded_operands(dtype) if backend == "cuda" else plain
 
 
 def _turned(x: Tensor, first_position: int, options: Options) -> Tensor:
@@ -217,6 +223,16 @@ def expected(inputs: list[Tensor], grads: list[Tensor], options: Options) -> tup
 def check(inputs: list[Tensor], grads: list[Tensor], options: Options, backend: str, known=None) -> None:
     """Asserts that outputs and gradients of the op are as near to float64 as the tolerance table allows."""
     exact_results, plain_results = known or expected(inputs, grads, options)
+    if backend == "cuda" and options.rope is not None:
+        plain_results = with_gradients(plain_for(backend, inputs[0].dtype), inputs, grads, options)
     results = with_gradients(op, inputs, grads, options, backend)
     for name, result, right, usual in zip(NAMES, results, exact_results, plain_results, strict=True):
         assert_close_to_reference(result, right, usual, name)
+
+
+def check_rounded_sink(result: Tensor, exactly: Tensor, out: Tensor, grads: list[Tensor], dtype: torch.dtype) -> None:
+    """Asserts that the gradient of a sink is as near as an ``out`` in half precision lets it be."""
+    # Its terms are -weight * sum(grad_out * out) with an out of rounded weights that was rounded itself: half a unit in
+    # the last place of each, twice.
+    terms = (grads[0].double() * out).abs().sum((0, 2, 3)) + grads[1].abs().sum((0, 2))
+    assert ((result - exactly).abs() <= torch.finfo(dtype).eps * terms).all()
