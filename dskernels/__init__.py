@@ -1,6 +1,6 @@
 """Fused kernels for windowed, mixed-precision and quantized transformers, as drop-in PyTorch operators."""
 
-from dskernels._library import build_info, load_compiled
+from dskernels._library import build_info, kept_ops, load_compiled
 from dskernels._registry import explain, use_backend
 from dskernels.clip_and_scale import GradNorm, clip_and_scale_, grad_norm
 from dskernels.quantized_matmul import QuantizedWeight, quantize_weight, quantized_matmul, round_activations
@@ -19,6 +19,7 @@ __all__ = [
     "clip_and_scale_",
     "explain",
     "grad_norm",
+    "kept_ops",
     "quantize_weight",
     "quantized_matmul",
     "rope_table",

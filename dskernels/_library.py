@@ -20,33 +20,57 @@ from torch import Tensor
 
 NAMESPACE = "dskernels"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
-# Operators of their own, not one more dispatch key: a CUDA tensor may be served by either, as may, under Triton's
-# interpreter, one on the CPU.
+# Operators of their own, not one more dispatch key: a CUDA tensor may be served by either, as may one on the CPU, under
+# Triton's interpreter and under the emulator of the tests.
 TRITON_LIBRARY = torch.library.Library(f"{NAMESPACE}_triton", "DEF")
+CUDA_LIBRARY = torch.library.Library(f"{NAMESPACE}_cuda", "DEF")
 logger = logging.getLogger(NAMESPACE)
 
 # Strides are part of the contract (see `empty_in_layout_of`), so a compiler must hand the tensors over as traced.
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
-_operators: list[str] = []
+_operators: list[tuple[str, str]] = []  # namespace and name
+_kept: list[torch._ops.OpOverload] = []
 _kernels: frozenset[str] = frozenset()
 _module: ModuleType | None = None
 _not_loaded: str | None = "dskernels._C has not been loaded yet"
 
 
-def define(name: str, arguments_and_returns: str) -> torch._ops.OpOverload:
-    """Defines ``dskernels::<name>`` and returns its only overload."""
-    LIBRARY.define(f"{name}{arguments_and_returns}", tags=_TAGS)
-    _operators.append(name)
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+def define(
+    name: str, arguments_and_returns: str, library: torch.library.Library = LIBRARY, *, keep: bool = False
+) -> torch._ops.OpOverload:
+    """Defines operator ``name`` of a library and returns its only overload.
+
+    Args:
+        name: of the operator.
+        arguments_and_returns: the rest of its schema.
+        library: whose it is. Default: ``dskernels``.
+        keep: as `kept_ops` has it: what it returns is small next to the work that it takes, so that who recomputes a
+            block for backward should keep it. Default: False.
+    """
+    library.define(f"{name}{arguments_and_returns}", tags=_TAGS)
+    _operators.append((library.ns, name))
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, library.ns), name).default
+    if keep:
+        _kept.append(overload)
     return overload
 
 
-def define_triton(name: str, arguments_and_returns: str) -> torch._ops.OpOverload:
-    """Defines ``dskernels_triton::<name>`` and returns its only overload. Its kernels import Triton when they run."""
-    TRITON_LIBRARY.define(f"{name}{arguments_and_returns}", tags=_TAGS)
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, TRITON_LIBRARY.ns), name).default
-    return overload
+def kept_ops() -> tuple[torch._ops.OpOverload, ...]:
+    """The operators whose results are worth keeping where a forward is computed again for backward.
+
+    They are the attentions over whole sequences, of every backend: slow next to the size of what they return. Each
+    operator registers this about itself. Not among them: backward operators, those without gradient, and
+    `quantized_matmul`, whose results are most of what a block writes, and no dearer to recompute than those of
+    ``nn.Linear``. The plain references of ``backend="reference"`` are no operators of their own, and so never kept.
+
+    Returns:
+        The operators, for example for `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5 (keep
+    what is small for its cost; their attention is recomputed as its scores are large, which here nobody writes).
+    """
+    return tuple(_kept)
 
 
 # Looked up, not imported: dskernels needs torch alone, and importing Triton takes a while.
@@ -65,10 +89,17 @@ def why_no_triton(device: torch.device) -> str | None:
     return f"the tensors are on {device}"
 
 
+def why_no_cuda(name: str, device: torch.device) -> str | None:
+    """None if the CUDA kernel of operator ``name`` can run on tensors of ``device``, else the reason."""
+    if device.type == "cpu":
+        return None if f"{name}/emulated" in _kernels else "the tensors are on cpu"
+    return why_no_kernel(name, "CUDA") if device.type == "cuda" else f"the tensors are on {device}"
+
+
 def why_not_unasked(device: torch.device) -> str | None:
-    """The reason why automatic choice passes by Triton's kernels, where they could run, for tensors of ``device``."""
-    if device.type == "cpu" and _TRITON_INTERPRETS:
-        return "on cpu Triton runs in its interpreter, which is for tests and serves only where it is asked for"
+    """The reason why automatic choice passes by the kernels for GPUs, where they could run on ``device``, or None."""
+    if device.type == "cpu":
+        return "on cpu GPUs are emulated, which is for tests and serves only where it is asked for"
     return None
 
 
@@ -78,7 +109,7 @@ def load_compiled() -> None:
     Raises:
         ValueError: ``DSKERNELS_CPU_TIER`` names a tier that this build or this CPU lacks.
     """
-    global _kernels, _module, _not_loaded
+    global _module, _not_loaded
     if importlib.util.find_spec("dskernels._C") is None:
         _not_loaded = "dskernels was installed without compiled kernels (no dskernels._C)"
         logger.info("%s: the plain PyTorch references serve", _not_loaded)
@@ -92,9 +123,18 @@ def load_compiled() -> None:
         return
     _module.cpu_tier()
     _not_loaded = None
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    find_kernels()
+
+
+def find_kernels() -> None:
+    """Takes note of the compiled kernels that libraries loaded so far have registered."""
+    global _kernels
+    kinds = {(NAMESPACE, "CPU"): "CPU", (CUDA_LIBRARY.ns, "CUDA"): "CUDA", (CUDA_LIBRARY.ns, "CPU"): "emulated"}
     _kernels = frozenset(
-        f"{name}/{key}" for name in _operators for key in ("CPU", "CUDA") if has_kernel(f"{NAMESPACE}::{name}", key)
+        f"{name}/{kind}"
+        for (namespace, key), kind in kinds.items()
+        for owner, name in _operators
+        if owner == namespace and torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", key)
     )
 
 

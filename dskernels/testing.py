@@ -93,7 +93,7 @@ def random_tensor(
         layout: ``"contiguous"``; ``"token_major"``, a transposed ``[B, N, H, D]``; ``"sliced"``, every second component
             and some rows of a larger tensor; ``"offset"``, a storage offset of one element, which spoils alignment;
             ``"expanded"``, one batch and one head repeated with stride 0.
-        generator: source of the values. Default: torch's own.
+        generator: source of the values, whose device the result is on. Default: torch's own, on the CPU.
 
     Raises:
         ValueError: there is no such layout.
@@ -101,7 +101,7 @@ def random_tensor(
     batch, heads, length, width = shape
 
     def draw(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(dtype)
+        return torch.randn(sizes, generator=generator, device=None if generator is None else generator.device).to(dtype)
 
     if layout == "contiguous":
         return draw(*shape)

@@ -20,6 +20,7 @@ SIGNATURES = {
     " backend=None)",
     "explain": "(operator, /, *args, backend=None, **kwargs)",
     "grad_norm": "(grads, *, loss_scale=None, norm_type=2.0, backend=None)",
+    "kept_ops": "()",
     "quantize_weight": "(weight, scheme, *, group_size=None, symmetric=True, input_scale=None)",
     "quantized_matmul": "(x, weight, bias=None, *, backend=None)",
     "rope_table": "(head_dim, max_positions, *, theta=10000.0, rotary_dim=None, interleaved=False, scaling=None)",

@@ -1,4 +1,4 @@
-"""What an operator of Triton's kernels shares with the operator of the same name: all but the kernels."""
+"""What operators of the same name share, whatever their kernels: shapes for tracing, gradients, operation counts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from dskernels._autograd import VmapRule, register_autocast, register_gradient
-from dskernels._library import TRITON_LIBRARY
 
 
 def register_by(
     rules: ModuleType,
     forward_op: torch._ops.OpOverload,
     backward_op: torch._ops.OpOverload,
+    library: torch.library.Library,
     *,
     vmap: VmapRule,
     autocasts: int = 0,
@@ -25,24 +25,25 @@ def register_by(
     Args:
         rules: the module that defines the operators of the same names: their ``forward_fake``, ``backward_fake``,
             ``save_for_backward``, ``backward_by``, ``double_backward``, ``forward_flop`` and ``backward_flop``.
-        forward_op: of `define_triton`.
-        backward_op: of `define_triton`.
+        forward_op: of `define`.
+        backward_op: of `define`.
+        library: that of the two.
         vmap: as in `register_gradient`, for both.
         autocasts: how many of the first arguments of the forward are cast under autocast. Default: none.
     """
-    torch.library.register_fake(forward_op, rules.forward_fake, lib=TRITON_LIBRARY)
-    torch.library.register_fake(backward_op, rules.backward_fake, lib=TRITON_LIBRARY)
+    torch.library.register_fake(forward_op, rules.forward_fake, lib=library)
+    torch.library.register_fake(backward_op, rules.backward_fake, lib=library)
     register_gradient(
         forward_op,
         functools.partial(rules.backward_by, backward_op),
         setup_context=rules.save_for_backward,
         vmap=vmap,
         autocasts=autocasts,
-        lib=TRITON_LIBRARY,
+        lib=library,
     )
-    register_gradient(backward_op, rules.double_backward, vmap=vmap, lib=TRITON_LIBRARY)
+    register_gradient(backward_op, rules.double_backward, vmap=vmap, lib=library)
     if autocasts:
-        register_autocast(forward_op, autocasts, TRITON_LIBRARY)
+        register_autocast(forward_op, autocasts, library)
     # Raw: what the other schema registered turns arguments into shapes itself.
     register_flop_formula(forward_op.overloadpacket, get_raw=True)(rules.forward_flop)
     register_flop_formula(backward_op.overloadpacket, get_raw=True)(rules.backward_flop)
