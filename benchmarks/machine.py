@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import dskernels as dk
+from benchmarks import cuda
 
 # What puts dskernels, ATen's own kernels, MKL, oneDNN and FBGEMM on one instruction set, each when it is loaded.
 _TIER_ENVIRONMENT = {
@@ -31,6 +34,7 @@ TIERS = tuple(_TIER_ENVIRONMENT)
 _RECORDED_ENVIRONMENT = (*_TIER_ENVIRONMENT["AVX2"], "DSKERNELS_BACKEND", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _TELLING_FLAGS = {"avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"}
 _TELLING_FLAGS |= {"avx512_fp16", "amx_tile", "amx_bf16", "asimd", "sve", "hypervisor"}
+_GPU_PACKAGES = ("triton", "flash_attn", "torchao", "torchvision")
 # Above this share of the cores, others are working.
 _BUSY_SHARE = 0.25
 
@@ -60,8 +64,13 @@ def busy_warning() -> str | None:
     return f"the 1-minute load average is {load:.2f} on {cores} cores: wait for a quiet machine, or trust ratios only"
 
 
-def fingerprint() -> dict[str, Any]:
-    """What results depend on, in values that JSON knows; nothing in it names the owner or a path."""
+def fingerprint(device: str = "cpu") -> dict[str, Any]:
+    """What results on ``device`` depend on, in values that JSON knows; nothing in it names the owner or a path."""
+    gpu = {"gpu": cuda.fingerprint(), "packages": _versions()} if device == "cuda" else {}
+    return {**_host(), **gpu, "git": _git_state()}
+
+
+def _host() -> dict[str, Any]:
     cpu = _cpu_info()
     info = dk.build_info()
     compiled = info["compiled"] or {}
@@ -85,12 +94,22 @@ def fingerprint() -> dict[str, Any]:
         "dskernels_compiler": compiled.get("compiler"),
         "cpu_tier": info["cpu_tier"],
         "environment": {name: os.environ[name] for name in _RECORDED_ENVIRONMENT if name in os.environ},
-        "git": _git_state(),
     }
 
 
+def _versions() -> dict[str, str]:
+    """Of those packages that bring a GPU's kernels."""
+    versions = {}
+    for package in _GPU_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
 def slug(machine: dict[str, Any]) -> str:
-    """A short name of CPU and tier for file names."""
+    """A short name for file names: of the GPU, or of CPU and tier."""
+    if machine.get("gpu"):
+        return "-".join(re.findall(r"[a-z0-9]+", machine["gpu"]["name"].lower()))
     name = re.sub(r"\((r|tm|c)\)|\b(cpu|processor|\d+-core)\b|@.*", " ", machine["cpu"].lower())
     tier = machine["cpu_tier"] or "reference"
     return "-".join(re.findall(r"[a-z0-9]+", f"{name} {tier.lower()}"))

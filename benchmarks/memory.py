@@ -1,4 +1,7 @@
-"""Peak memory of one lane, in a process of its own: ``python -m benchmarks.memory OP CASE LANE``, for Linux."""
+"""Peak memory of one lane: on the CPU in a process of its own, ``python -m benchmarks.memory OP CASE LANE``, for Linux.
+
+A GPU's allocator counts for itself, so a lane is measured there in this process.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks import cuda
 from benchmarks.case import Case, Lane
 from benchmarks.ops import cases_of
 
@@ -20,7 +24,7 @@ _ROOT = Path(__file__).parent.parent
 
 
 class Memory(NamedTuple):
-    """Bytes of resident memory.
+    """Bytes of resident memory, or of tensors on a GPU.
 
     Attributes:
         peak: inputs, results and all that was needed in between, at their highest.
@@ -32,11 +36,13 @@ class Memory(NamedTuple):
 
 
 def peak_memory(case: Case, lane: Lane, *, quick: bool = False) -> Memory:
-    """Measures a lane in a fresh process.
+    """Measures a lane anew.
 
     Raises:
-        RuntimeError: it failed there.
+        RuntimeError: it failed.
     """
+    if case.device == "cuda":
+        return _of_gpu(lane)
     command = [sys.executable, "-m", "benchmarks.memory", case.op, case.name, lane.name]
     command += ["--threads", str(torch.get_num_threads()), *(["--quick"] if quick else [])]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
@@ -61,6 +67,18 @@ def measure(op: str, case_name: str, lane_name: str, *, quick: bool = False) -> 
     highest = _status("VmHWM")
     result_bytes = sum(result.nbytes for result in results)
     return Memory(highest - before, max(0, highest - with_inputs - result_bytes))
+
+
+def _of_gpu(lane: Lane) -> Memory:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    run = lane.competitor.prepare(lane.problem, lane.problem.draw()).run
+    # What a library keeps once it has been used counts, and what it needed to get there does not.
+    result_bytes = sum(result.nbytes for result in run())
+    with_inputs = torch.cuda.memory_allocated()
+    scratch = cuda.scratch_bytes(run)
+    return Memory(with_inputs - before + result_bytes + scratch, scratch)
 
 
 def _case(op: str, name: str, *, quick: bool) -> Case:

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import matplotlib
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks.case import OURS
 from benchmarks.ceilings import COPY, SGEMM
 from benchmarks.results import Record
-from benchmarks.summary import CaseResult, LaneResult, duration, ratio_text, summarize
+from benchmarks.summary import CaseResult, LaneResult, duration, name_of, ratio_text, summarize
 
 _OUR_COLOUR = "#1b6ca8"
 _PEER_COLOURS = ("#e0912f", "#7a9a57", "#9573a8", "#b0b0b0", "#c9a227", "#5fa3a3")
@@ -42,12 +41,7 @@ def draw(runs: Sequence[Sequence[Record]], path: Path) -> None:
 
 
 def _title(record: Record) -> str:
-    machine = record.machine
-    cpu = shorten(machine["cpu"].replace("(R)", "").replace("(TM)", ""), 50)
-    return (
-        f"{record.op} on {cpu}, {machine['threads']} threads, CPU tier {machine['cpu_tier']}, "
-        f"torch {machine['torch']}, {record.date}"
-    )
+    return f"{record.op} on {name_of(record.machine, 50)}, torch {record.machine['torch']}, {record.date}"
 
 
 def _draw_row(row: Figure, cases: list[CaseResult], sweeps: bool) -> None:

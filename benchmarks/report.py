@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.ceilings import COPY, SGEMM
 from benchmarks.results import SKIPPED, WRONG, Record, read
 from benchmarks.summary import (
     CaseResult,
@@ -98,13 +97,14 @@ def _begin(op: str) -> str:
 
 def _table_against_peers(results: list[CaseResult]) -> str:
     titles = {lane.record.name: lane.record.title for result in results for lane in result.lanes}
+    kinds = dict.fromkeys(kind for result in results for kind in result.shares)
     rows = []
     for result in results:
         lanes = {lane.record.name: lane for lane in result.lanes}
         rate = f"{result.operations_per_second / 1e9:.0f}" if result.operations_per_second else ""
-        shares = [f"{100 * result.shares[name].value:.0f} %" if name in result.shares else "" for name in (SGEMM, COPY)]
+        shares = [f"{100 * result.shares[name].value:.0f} %" if name in result.shares else "" for name in kinds]
         rows.append([result.head.case_title, *(_cell(lanes.get(name)) for name in titles), rate, *shares])
-    columns = ["useful GFLOP/s", "of sgemm's rate", "of copy's rate"]
+    columns = ["useful GFLOP/s", *(f"of {kind}'s rate" for kind in kinds)]
     return _table(["work", *titles.values(), *columns], rows)
 
 

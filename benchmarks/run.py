@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import machine, report
-from benchmarks.case import DTYPES, OURS, Case, Lane, Prepared
-from benchmarks.ceilings import Ceiling, ceilings
+from benchmarks import cuda, machine, report
+from benchmarks.case import DEVICES, DTYPES, OURS, Case, Lane, Prepared
+from benchmarks.ceilings import COPY, Ceiling, ceilings
 from benchmarks.memory import peak_memory
 from benchmarks.ops import cases_of, op_names
 from benchmarks.peers import competitors_for
 from benchmarks.results import CEILING, SKIPPED, WRONG, Record, new_path, write
 from benchmarks.summary import CaseResult, describe_machine, duration, mebibytes, ratio_text, summarize
-from benchmarks.timing import take_turns
+from benchmarks.timing import HostClock, take_turns
 from benchmarks.verify import Expected, why_wrong
 
 _ROOT = Path(__file__).parent.parent
 _RESULTS = Path(__file__).parent / "results"
 _QUICK_REPEATS = 3
 _NO_PEERS = "none"
+# A GPU is often lent for minutes.
+_BUDGETS = {"cpu": None, "cuda": 480.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,26 +45,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not cases:
         print(f"no cases for op {', '.join(options.ops)}, device {options.device}, dtype {','.join(options.dtype)}")
         return 0
+    missing = cuda.why_no_cuda() if options.device == "cuda" else None
+    if missing:
+        print(f"benchmarks: --device cuda: {missing}", file=sys.stderr)
+        return 1
     warning = machine.busy_warning()
     if warning:
         print(f"WARNING: {warning}", file=sys.stderr)
-    about: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": machine.fingerprint()}
+    about: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": machine.fingerprint(options.device)}
     print(describe_machine(about["machine"]))
     if options.quick:
         print("quick: tiny sizes, whose timings and verdicts mean nothing")
-    ops = dict.fromkeys(case.op for case in cases)
-    wrong = [_run_op(op, [case for case in cases if case.op == op], options, about) for op in ops]
+    ops = list(dict.fromkeys(case.op for case in cases))
+    end = None if options.budget is None else time.monotonic() + options.budget
+    wrong = []
+    for index, op in enumerate(ops):
+        # What one operator leaves of its share goes to those that follow.
+        share = None if end is None else (end - time.monotonic()) / (len(ops) - index)
+        wrong.append(_run_op(op, [case for case in cases if case.op == op], options, about, share))
     return 1 if any(wrong) else 0
 
 
-def _run_op(op: str, cases: list[Case], options: argparse.Namespace, about: dict[str, Any]) -> bool:
-    """Runs and stores the cases of an operator; whether a contestant was wrong."""
+def _run_op(
+    op: str, cases: list[Case], options: argparse.Namespace, about: dict[str, Any], share: float | None
+) -> bool:
+    """Runs and stores the cases of an operator that begin within ``share`` seconds; whether a contestant was wrong."""
     path = options.out
     if path is None and not options.quick:
         path = new_path(_RESULTS, f"{about['date']}-{op}-{machine.slug(about['machine'])}")
     wrong = False
+    end = None if share is None else time.monotonic() + share
     for index, case in enumerate(cases):
-        records = run_case(case, options, about)
+        late = end is not None and time.monotonic() >= end
+        records = _too_late(case, about) if late else _guarded(case, options, about)
         (result,) = summarize(records)
         wrong |= result.wrong
         _print_result(result)
@@ -82,7 +99,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"operators: {', '.join(op_names())}; default: all")
     parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases")
     parser.add_argument("--dtype", type=_listed, default=list(DTYPES), metavar="D,D", help=f"of {','.join(DTYPES)}")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="default: %(default)s")
     parser.add_argument("--peers", type=_listed, metavar="P,P", help=f"only these peers; {_NO_PEERS}: ourselves alone")
     parser.add_argument("--list", action="store_true", help="list the cases with their targets and stop")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s, as for the targets")
@@ -90,6 +107,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--repeats", type=int, help="rounds a case")
     length.add_argument("--seconds", type=float, help="time a case; default: what the case says")
+    parser.add_argument(
+        "--budget", type=float, help="seconds for all cases: none begins later; default: 480 on cuda, else no end"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: a new file in benchmarks/results")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the harness; stored only with --out")
     parser.add_argument("--report", action="store_true", help="then refresh README.md's table, if any, and the picture")
@@ -97,6 +117,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.ops = options.ops or op_names()
     if options.quick and options.repeats is None:
         options.repeats = _QUICK_REPEATS
+    if options.budget is None:
+        options.budget = _BUDGETS[options.device]
     _check(options, parser)
     return options
 
@@ -105,13 +127,16 @@ def _check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     """Ends the program with a message if an option is wrong."""
     _check_names(parser, "op", options.ops, op_names())
     _check_names(parser, "dtype", options.dtype, list(DTYPES))
-    _check_names(parser, "case", options.case, [case.name for op in options.ops for case in cases_of(op)])
-    peers = {peer.name for op in options.ops for peer in competitors_for(op)}
+    known = [case.name for op in options.ops for case in cases_of(op, device=options.device)]
+    _check_names(parser, "case", options.case, known)
+    peers = {peer.name for op in options.ops for peer in competitors_for(op, options.device)}
     _check_names(parser, "peer", options.peers, [*sorted(peers), _NO_PEERS])
     if options.out and len(set(options.ops)) > 1:
         parser.error("--out takes the results of one operator; name it")
     if options.report and options.quick:
         parser.error("--report: the timings of --quick mean nothing")
+    if options.tier and options.device != "cpu":
+        parser.error("--tier: only a CPU has tiers")
     if options.threads < 1 or (options.repeats is not None and options.repeats < 1):
         parser.error("--threads and --repeats: expected a positive number")
 
@@ -130,10 +155,8 @@ def _selected(options: argparse.Namespace) -> list[Case]:
     return [
         case
         for op in options.ops
-        for case in cases_of(op, quick=options.quick)
-        if case.device == options.device
-        and case.dtype in options.dtype
-        and (options.case is None or case.name in options.case)
+        for case in cases_of(op, device=options.device, quick=options.quick)
+        if case.dtype in options.dtype and (options.case is None or case.name in options.case)
     ]
 
 
@@ -161,23 +184,51 @@ def run_case(case: Case, options: argparse.Namespace, about: dict[str, Any]) -> 
         for name in runs:
             records[name].status, records[name].reason = SKIPPED, reason
         return list(records.values())
-    tops = {top.name: top for top in ceilings(quick=options.quick)}
-    records |= {name: _ceiling_record(case, top, about) for name, top in tops.items()}
-    runs |= {name: top.run for name, top in tops.items()}
-    length: dict[str, Any] = {"seconds": case.seconds if options.seconds is None else options.seconds}
-    length |= {"repeats": options.repeats, "own_threads": own_threads}
-    for name, turns in take_turns(runs, **length).items():
+    for top in ceilings(case.ceilings, case.device, quick=options.quick):
+        records[top.name] = _ceiling_record(case, top, about)
+        if _runs(top, records[top.name]):
+            runs[top.name] = top.run
+    how: dict[str, Any] = {"seconds": case.seconds if options.seconds is None else options.seconds}
+    how |= {"repeats": options.repeats, "own_threads": own_threads}
+    how["clock"] = HostClock() if case.device == "cpu" else cuda.CudaClock(case.launch)
+    for name, turns in take_turns(runs, **how).items():
         records[name].turns = turns
-    del runs, tops
-    if case.limits and case.sweep:
+    del runs, prepared, inputs, top
+    if case.sweep:
         _measure_memory(case, records, options.quick)
     return list(records.values())
+
+
+def _guarded(case: Case, options: argparse.Namespace, about: dict[str, Any]) -> list[Record]:
+    """`run_case`; a GPU may not be there for a second run, so what is raised ends only the case there."""
+    if case.device == "cpu":
+        return run_case(case, options, about)
+    try:
+        # What earlier cases leave would be missing to the largest ones.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return run_case(case, options, about)
+    except Exception as error:
+        traceback.print_exc()
+        return _without_times(case, about, WRONG, f"{type(error).__name__}: {_first_line(error)}")
+
+
+def _too_late(case: Case, about: dict[str, Any]) -> list[Record]:
+    print(f"\n{case.name}: {case.title}\n  skipped: the time of the run was over")
+    return _without_times(case, about, SKIPPED, "the time of the run was over (--budget)")
+
+
+def _without_times(case: Case, about: dict[str, Any], status: str, reason: str) -> list[Record]:
+    records = [_record(case, lane, about) for lane in case.lanes]
+    for record in records:
+        record.status, record.reason = (status if record.name == case.baseline else SKIPPED), reason
+    return records
 
 
 def _takes_part(lane: Lane, record: Record, wanted: list[str] | None) -> bool:
     """Whether the lane can take its problem and was asked for; else its record says why not."""
     reason = lane.competitor.refuses(lane.problem)
-    if reason is None and lane.competitor.name != OURS and wanted is not None and lane.competitor.name not in wanted:
+    if reason is None and not lane.competitor.ours and wanted is not None and lane.competitor.name not in wanted:
         reason = "not asked for (--peers)"
     if reason is not None:
         _skip(lane, record, reason)
@@ -189,6 +240,15 @@ def _skip(lane: Lane, record: Record, reason: str) -> None:
     print(f"  skipped  {lane.name}: {reason}")
 
 
+def _runs(top: Ceiling, record: Record) -> bool:
+    """Whether a ceiling can be measured here: not every GPU has every format."""
+    try:
+        top.run()
+    except RuntimeError as error:
+        record.status, record.reason = SKIPPED, _first_line(error)
+    return record.status != SKIPPED
+
+
 def _prepared(lane: Lane, inputs: Any, expected: Expected, record: Record) -> Prepared | None:
     """The lane, ready and found right; else None, with the reason in its record."""
     try:
@@ -198,17 +258,23 @@ def _prepared(lane: Lane, inputs: Any, expected: Expected, record: Record) -> Pr
         # A peer that cannot run here is a line in the report. We must run, or say in full why not.
         if lane.competitor.name == OURS:
             raise
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        _skip(lane, record, f"{type(error).__name__}: {first_line}")
+        _skip(lane, record, f"{type(error).__name__}: {_first_line(error)}")
         return None
     record.notes = dict(prepared.notes)
     fault = why_wrong(lane, results, expected)
+    del results
     if fault is not None:
         record.status, record.reason = WRONG, fault
         print(f"  WRONG    {lane.name}: {fault}")
         return None
+    if lane.problem.device == "cuda":
+        record.scratch_bytes = cuda.scratch_bytes(prepared.run)
     print(f"  verified {lane.name}{''.join(f', {key} {value}' for key, value in record.notes.items())}")
     return prepared
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _record(case: Case, lane: Lane, about: dict[str, Any]) -> Record:
@@ -273,7 +339,7 @@ def _print_result(result: CaseResult) -> None:
             f"{result.bytes_per_second / 1e9:.2f} compulsory GB/s"
         )
     for name, share in result.shares.items():
-        rate, unit = result.ceilings[name] / 1e9, "GFLOP/s" if name == "sgemm" else "GB/s"
+        rate, unit = result.ceilings[name] / 1e9, "GB/s" if name == COPY else "GFLOP/s"
         print(f"    {ratio_text(share, percent=True)} of {name} ({rate:.1f} {unit})")
     for check in result.checks:
         print(f"  target {check.what}: {f'{check.reached_text} {check.verdict}'.strip()}")

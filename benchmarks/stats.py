@@ -1,14 +1,15 @@
-"""Medians, quartiles and paired ratios with bootstrap intervals."""
+"""Medians, quartiles and paired ratios with bootstrap intervals, by torch alone: not every machine has NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
+import torch
+from torch import Tensor
 
 _RESAMPLES = 4000
-_CONFIDENCE = 95.0
+_TAIL = 0.025
 
 
 class Spread(NamedTuple):
@@ -31,15 +32,15 @@ class Ratio(NamedTuple):
         return Ratio(*(factor * part for part in self))
 
 
-def turn_medians(turns: Sequence[Sequence[float]]) -> np.ndarray:
+def turn_medians(turns: Sequence[Sequence[float]]) -> Tensor:
     """One number a turn: the median of its calls."""
-    return np.array([np.median(turn) for turn in turns])
+    return torch.stack([_quantiles(torch.tensor(turn, dtype=torch.float64), 0.5)[0] for turn in turns])
 
 
 def spread(turns: Sequence[Sequence[float]]) -> Spread:
     """Median and quartiles over the turns."""
-    lower, median, upper = np.percentile(turn_medians(turns), (25, 50, 75))
-    return Spread(float(median), float(lower), float(upper))
+    lower, median, upper = _quantiles(turn_medians(turns), 0.25, 0.5, 0.75).tolist()
+    return Spread(median, lower, upper)
 
 
 def paired_ratio(numerator: Sequence[Sequence[float]], denominator: Sequence[Sequence[float]]) -> Ratio:
@@ -55,7 +56,12 @@ def paired_ratio(numerator: Sequence[Sequence[float]], denominator: Sequence[Seq
     if len(numerator) != len(denominator) or not numerator:
         raise ValueError(f"turns: expected as many on both sides, got {len(numerator)} and {len(denominator)}")
     ratios = turn_medians(numerator) / turn_medians(denominator)
-    rounds = np.random.default_rng(0).integers(len(ratios), size=(_RESAMPLES, len(ratios)))
-    tail = (100.0 - _CONFIDENCE) / 2
-    low, high = np.percentile(np.median(ratios[rounds], axis=1), (tail, 100.0 - tail))
-    return Ratio(float(np.median(ratios)), float(low), float(high))
+    generator = torch.Generator().manual_seed(0)
+    rounds = torch.randint(len(ratios), (_RESAMPLES, len(ratios)), generator=generator)
+    low, high = _quantiles(_quantiles(ratios[rounds], 0.5)[0], _TAIL, 1 - _TAIL).tolist()
+    return Ratio(float(_quantiles(ratios, 0.5)[0]), low, high)
+
+
+def _quantiles(values: Tensor, *shares: float) -> Tensor:
+    """Of the last dimension, with linear interpolation, ``[len(shares), ...]``."""
+    return torch.quantile(values, torch.tensor(shares, dtype=values.dtype), dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from benchmarks.ceilings import COPY, SGEMM
@@ -102,7 +103,7 @@ def _summarize_case(records: list[Record]) -> CaseResult:
         kind: paired_ratio(record.turns, base.turns).times(_work(base, kind) / _work(record, kind))
         for kind, record in best.items()
     }
-    ceilings = {kind: _work(record, kind) / spread(record.turns).median for kind, record in best.items()}
+    ceilings = {kind: _rate(record, kind) for kind, record in best.items()}
     checks = _checks(head, results, shares)
     return CaseResult(head, results, base.operations / seconds, base.bytes / seconds, ceilings, shares, checks)
 
@@ -115,16 +116,21 @@ def _lane(record: Record, base: Record | None) -> LaneResult:
 
 
 def _work(record: Record, kind: str) -> int:
-    return record.operations if kind == SGEMM else record.bytes
+    return record.bytes if kind == COPY else record.operations
 
 
 def _best_ceilings(records: list[Record]) -> dict[str, Record]:
-    best = {}
-    for kind in (SGEMM, COPY):
-        candidates = [r for r in records if r.kind == CEILING and r.title == kind and r.status == TIMED]
-        if candidates:
-            best[kind] = max(candidates, key=lambda r: _work(r, kind) / spread(r.turns).median)
+    best: dict[str, Record] = {}
+    for record in records:
+        if record.kind == CEILING and record.status == TIMED:
+            known = best.get(record.title)
+            if known is None or _rate(record, record.title) > _rate(known, record.title):
+                best[record.title] = record
     return best
+
+
+def _rate(record: Record, kind: str) -> float:
+    return _work(record, kind) / spread(record.turns).median
 
 
 def _checks(head: Record, lanes: list[LaneResult], shares: dict[str, Ratio]) -> list[Check]:
@@ -192,7 +198,15 @@ def describe_machine(machine: dict[str, Any]) -> str:
     """One line: what a table or a picture was measured on."""
     commit = machine["git"]["commit"]
     state = f"commit {commit[:10]}{' with changes' if machine['git']['dirty'] else ''}" if commit else "no commit"
-    return (
-        f"{machine['cpu']}, {machine['threads']} threads on {machine['cores']} cores, CPU tier {machine['cpu_tier']}, "
-        f"torch {machine['torch']}, {state}"
-    )
+    return f"{name_of(machine)}, torch {machine['torch']}, {state}"
+
+
+def name_of(machine: dict[str, Any], longest: int | None = None) -> str:
+    """The processor that did the work, with what it was set to; its own name takes ``longest`` characters at most."""
+    gpu = machine.get("gpu")
+    name = gpu["name"] if gpu else machine["cpu"]
+    if longest is not None:
+        name = shorten(name.replace("(R)", "").replace("(TM)", ""), longest)
+    if gpu:
+        return f"{name}, driver {gpu['driver'] or 'unknown'}, CUDA {gpu['cuda']}"
+    return f"{name}, {machine['threads']} threads on {machine['cores']} cores, CPU tier {machine['cpu_tier']}"

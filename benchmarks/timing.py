@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 Turns = list[list[float]]
 
@@ -22,9 +22,33 @@ _WARM_BELOW_SECONDS = 0.1
 _REST_SECONDS = 0.1
 
 
+class Clock(Protocol):
+    """What times a contestant."""
+
+    def call(self, run: Callable[[], Any]) -> float:
+        """Seconds of one call, for an estimate."""
+
+    def turn(self, run: Callable[[], Any], estimate: float) -> list[float]:
+        """Seconds of the calls of one turn."""
+
+
+class HostClock:
+    """Times what is done when it returns."""
+
+    def call(self, run: Callable[[], Any]) -> float:
+        return _timed(run)
+
+    def turn(self, run: Callable[[], Any], estimate: float) -> list[float]:
+        if estimate < _WARM_BELOW_SECONDS:
+            run()
+        calls = max(1, min(_MOST_CALLS, int(_TURN_SECONDS / estimate)))
+        return [_timed(run) for _ in range(calls)]
+
+
 def take_turns(
     runs: Mapping[str, Callable[[], Any]],
     *,
+    clock: Clock | None = None,
     seconds: float = 0.0,
     repeats: int | None = None,
     own_threads: Collection[str] = (),
@@ -33,6 +57,7 @@ def take_turns(
 
     Args:
         runs: what to time, by name, in the order of a round; each has run before, so that nothing is first-time work.
+        clock: what times them. Default: a `HostClock`.
         seconds: start no new round after this time, once there are `LEAST_TURNS`.
         repeats: this many rounds instead.
         own_threads: names of those who do not work in torch's threads. Whoever follows one of them, and whoever of
@@ -41,7 +66,8 @@ def take_turns(
     Returns:
         For each name a list of turns, one a round, each a list of the seconds of its calls.
     """
-    estimates = {name: _timed(run) for name, run in runs.items()}
+    clock = clock or HostClock()
+    estimates = {name: clock.call(run) for name, run in runs.items()}
     turns: dict[str, Turns] = {name: [] for name in runs}
     collecting = gc.isenabled()
     gc.disable()
@@ -52,7 +78,7 @@ def take_turns(
             for name, run in runs.items():
                 if name in own_threads or previous in own_threads:
                     time.sleep(_REST_SECONDS)
-                turns[name].append(_turn(run, estimates[name]))
+                turns[name].append(clock.turn(run, estimates[name]))
                 previous = name
             rounds += 1
     finally:
@@ -63,13 +89,6 @@ def take_turns(
 
 def _since(start: float) -> float:
     return time.perf_counter() - start
-
-
-def _turn(run: Callable[[], Any], estimate: float) -> list[float]:
-    if estimate < _WARM_BELOW_SECONDS:
-        run()
-    calls = max(1, min(_MOST_CALLS, int(_TURN_SECONDS / estimate)))
-    return [_timed(run) for _ in range(calls)]
 
 
 def _timed(run: Callable[[], Any]) -> float:

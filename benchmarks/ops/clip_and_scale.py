@@ -12,14 +12,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import dskernels as dk
-from benchmarks.case import DTYPES, OURS, Case, Competitor, Lane, Prepared, Results
+from benchmarks.case import (
+    DTYPES,
+    OURS,
+    Case,
+    Competitor,
+    Lane,
+    Prepared,
+    Results,
+    cuda_options,
+    generator_on,
+    our_competitors,
+    our_notes,
+)
 from benchmarks.peers import competitors_for
 
 OP = "clip_and_scale"
@@ -77,6 +89,7 @@ class ClipProblem:
     count: int
     length: int
     dtype: str
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"unscale and clip, {self.dtype}, {self.count} x {_short(self.length)}"
@@ -103,9 +116,12 @@ class ClipProblem:
 
     def draw(self) -> Inputs:
         """Normally distributed gradients from a fixed seed."""
-        generator = torch.Generator().manual_seed(0)
-        dtype = DTYPES[self.dtype]
-        grads = [torch.randn(self.length, generator=generator).to(dtype) for _ in range(self.count)]
+        generator, dtype = generator_on(self.device), DTYPES[self.dtype]
+
+        def grad() -> Tensor:
+            return torch.randn(self.length, generator=generator, device=self.device).to(dtype)
+
+        grads = [grad() for _ in range(self.count)]
         norm = float(_norm(grads, torch.float64))
         return Inputs(grads, (_LOWER * norm, norm))
 
@@ -126,21 +142,21 @@ def _short(length: int) -> str:
 
 
 def _prepare_ours(problem: ClipProblem, inputs: Inputs) -> Prepared:
-    mine, scale = inputs.turning(), torch.tensor(LOSS_SCALE)
+    mine, scale = inputs.turning(), torch.tensor(LOSS_SCALE, device=problem.device)
     explanation = dk.explain(dk.clip_and_scale_, mine.grads, loss_scale=scale)
 
     def clip(max_norm: float) -> Tensor:
         return dk.clip_and_scale_(mine.grads, max_norm=max_norm, loss_scale=scale).total_norm
 
-    notes = {"backend": explanation.chosen, "tier": dk.build_info()["cpu_tier"]}
-    return Prepared(mine.step(clip), notes, mine.comparable)
+    return Prepared(mine.step(clip), our_notes(explanation), mine.comparable)
 
 
 _OURS = Competitor(name=OURS, title="dskernels", refuses=lambda problem: None, prepare=_prepare_ours)
 
 
-def _against_peers(name: str, problem: ClipProblem, **targets: float) -> Case:
-    competitors = [_OURS, *competitors_for(OP)]
+def _against_peers(name: str, problem: ClipProblem) -> Case:
+    targets = {"unscale_clip": _TARGETS[name]} if problem.dtype == "fp32" and name in _TARGETS else {}
+    competitors = [*our_competitors(_OURS, problem.device), *competitors_for(OP, problem.device)]
     lanes = [Lane(name=c.name, title=c.title, problem=problem, competitor=c) for c in competitors]
     return Case(
         op=OP,
@@ -148,22 +164,28 @@ def _against_peers(name: str, problem: ClipProblem, **targets: float) -> Case:
         title=str(problem),
         dtype=problem.dtype,
         lanes=lanes,
-        targets=targets if problem.dtype == "fp32" else {},
+        **(cuda_options(problem, launch="eager") if problem.device == "cuda" else {"targets": targets}),
     )
 
 
+# How many tensors of how many elements.
+_LISTS = {"large": (32, 2**20), "small": (2000, 2**12), "tiny": (20_000, 2**8), "model": (1024, 2**20)}
+_QUICK_LISTS = {"large": (3, 5000), "small": (20, 40), "tiny": (50, 3), "model": (5, 3000)}
+# Of the design for the lists of a CPU, in fp32, set on AVX2 with 2 threads.
+_TARGETS = {"large": 1.65, "small": 5.0, "tiny": 50.0}
+
+
+def _problem(name: str, dtype: str, device: str, quick: bool) -> ClipProblem:
+    count, length = (_QUICK_LISTS if quick else _LISTS)[name]
+    return ClipProblem(count=count, length=length, dtype=dtype, device=device)
+
+
 def cases(quick: bool = False) -> list[Case]:
-    """All cases. The targets are those of the design, for fp32, set on AVX2 with 2 threads."""
-    large = ClipProblem(count=32, length=2**20, dtype="fp32")
-    small = ClipProblem(count=2000, length=2**12, dtype="fp32")
-    tiny = ClipProblem(count=20_000, length=2**8, dtype="fp32")
-    if quick:
-        large, small, tiny = (
-            replace(problem, count=count, length=length)
-            for problem, count, length in ((large, 3, 5000), (small, 20, 40), (tiny, 50, 3))
-        )
-    return [
-        _against_peers(name, replace(problem, dtype=dtype), unscale_clip=target)
-        for dtype in DTYPES
-        for name, problem, target in (("large", large, 1.65), ("small", small, 5.0), ("tiny", tiny, 50.0))
-    ]
+    """All cases, in every dtype; the targets are for fp32."""
+    return [_against_peers(name, _problem(name, dtype, "cpu", quick)) for dtype in DTYPES for name in _TARGETS]
+
+
+def cuda_cases(quick: bool = False) -> list[Case]:
+    """The same lists on a GPU, and gradients of a model of a billion parameters."""
+    lists = (("large", "fp32"), ("small", "fp32"), ("tiny", "fp32"), ("model", "fp32"), ("small", "bf16"))
+    return [_against_peers(name, _problem(name, dtype, "cuda", quick)) for name, dtype in (*lists, ("model", "bf16"))]

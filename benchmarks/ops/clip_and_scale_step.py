@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dskernels as dk
-from benchmarks.case import OURS, Case, Competitor, Lane, Prepared, Results
+from benchmarks.case import OURS, Case, Competitor, Lane, Prepared, Results, cuda_options, our_competitors, our_notes
 from benchmarks.ops.clip_and_scale import LOSS_SCALE, ClipProblem, Inputs, Turning
 from benchmarks.peers import competitors_for
 
@@ -54,6 +54,8 @@ class Loop(Protocol):
 
 class StepProblem(Protocol):
     """A problem whose inputs make a `Loop` for each contestant."""
+
+    device: str
 
     def draw(self) -> Any:
         """The inputs; ``loop()`` is what a contestant works with."""
@@ -106,13 +108,14 @@ class ListStepProblem:
     count: int
     length: int
     dtype: str = "fp32"
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return str(self._clipping).replace("unscale and clip", "unscale, clip and AdamW")
 
     @property
     def _clipping(self) -> ClipProblem:
-        return ClipProblem(count=self.count, length=self.length, dtype=self.dtype)
+        return ClipProblem(count=self.count, length=self.length, dtype=self.dtype, device=self.device)
 
     @property
     def result_names(self) -> Sequence[str]:
@@ -187,6 +190,7 @@ class TrainingProblem:
     layers: int = 12
     vocabulary: int = 20_000
     dtype: str = "fp32"
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"training step, {self.dtype}, {self.elements / 1e6:.0f}M parameters, {self.length} tokens"
@@ -246,8 +250,8 @@ def _prepare_ours(problem: StepProblem, inputs: Any) -> Prepared:
 
     loop: Loop = inputs.loop()
     scale = loop.loss_scale
-    scaler = LossScaler("cpu", scale, growth_interval=2**31 - 1, min_scale=scale)
-    scaler.scale(torch.zeros(()))
+    scaler = LossScaler(problem.device, scale, growth_interval=2**31 - 1, min_scale=scale)
+    scaler.scale(torch.zeros((), device=problem.device))
 
     def run() -> Results:
         loop.backward(scaler.scale)
@@ -256,29 +260,37 @@ def _prepare_ours(problem: StepProblem, inputs: Any) -> Prepared:
         assert norm is not None
         return [norm]
 
-    return Prepared(run, {"tier": dk.build_info()["cpu_tier"]}, loop.comparable)
+    explanation = dk.explain(dk.grad_norm, [parameter.detach() for parameter in loop.parameters])
+    return Prepared(run, our_notes(explanation), loop.comparable)
 
 
 _OURS = Competitor(name=OURS, title="dsaccel.amp.LossScaler", refuses=lambda problem: None, prepare=_prepare_ours)
 
 
 def _against_peers(name: str, problem: Any, baseline: str = OURS) -> Case:
-    competitors = [_OURS, *competitors_for(OP)]
+    competitors = [*our_competitors(_OURS, problem.device), *competitors_for(OP, problem.device)]
     lanes = [Lane(name=c.name, title=c.title, problem=problem, competitor=c) for c in competitors]
-    return Case(op=OP, name=name, title=str(problem), dtype=problem.dtype, lanes=lanes, baseline=baseline)
+    options: dict[str, Any] = cuda_options(problem, launch="eager") if problem.device == "cuda" else {}
+    return Case(op=OP, name=name, title=str(problem), dtype=problem.dtype, lanes=lanes, baseline=baseline, **options)
+
+
+def _of_lists(device: str, quick: bool) -> list[Case]:
+    large, small, tiny = ((3, 5000), (20, 40), (50, 3)) if quick else ((32, 2**20), (2000, 2**12), (20_000, 2**8))
+    lists = {"large": large, "small": small, "tiny": tiny}
+    return [
+        _against_peers(f"{name}-fp32", ListStepProblem(count=count, length=length, device=device))
+        for name, (count, length) in lists.items()
+    ]
 
 
 def cases(quick: bool = False) -> list[Case]:
     """All cases. No target is set."""
-    large, small, tiny = ((3, 5000), (20, 40), (50, 3)) if quick else ((32, 2**20), (2000, 2**12), (20_000, 2**8))
     training = TrainingProblem(length=128)
     if quick:
         training = replace(training, length=10, dim=16, layers=2, vocabulary=30)
-    lists = {"large": large, "small": small, "tiny": tiny}
-    return [
-        *(
-            _against_peers(f"{name}-fp32", ListStepProblem(count=count, length=length))
-            for name, (count, length) in lists.items()
-        ),
-        _against_peers("training-fp32", training, baseline="unclipped"),
-    ]
+    return [*_of_lists("cpu", quick), _against_peers("training-fp32", training, baseline="unclipped")]
+
+
+def cuda_cases(quick: bool = False) -> list[Case]:
+    """The lists on a GPU."""
+    return _of_lists("cuda", quick)

@@ -23,13 +23,25 @@ import torch
 from torch import Tensor
 
 import dskernels as dk
-from benchmarks.case import DTYPES, OURS, Case, Competitor, Lane, Prepared
+from benchmarks.case import (
+    DTYPES,
+    OURS,
+    Case,
+    Competitor,
+    Lane,
+    Prepared,
+    cuda_options,
+    generator_on,
+    our_competitors,
+    our_notes,
+)
 from benchmarks.peers import competitors_for
 
 OP = "quantized_matmul"
 
 # About twice what a large server processor's last cache holds; a turn of all others lies between two of a contestant.
-_FOOTPRINT = 2**29
+# A GPU's calls follow each other, so several times what its cache holds.
+_FOOTPRINT, _CUDA_FOOTPRINT = 2**29, 2**28
 
 # Relative root mean square errors that rounding leaves, with room for few values: of weights alone, a scale a row,
 # 0.8 %; of both sides 1.2 %, and 2.3 % where rows share a scale and FBGEMM takes 7 bits; of int4 in groups of 128 11 %;
@@ -52,6 +64,15 @@ _PEERS = {
     "int4_weight_only": ("linear", "ort", "torch_packed"),
     "fp8_block": ("linear",),
 }
+
+_CUDA_PEERS = {
+    "int8_dynamic": ("linear", "torch_packed", "torchao"),
+    "int8_weight_only": ("linear", "torch_packed", "torchao"),
+    "int4_weight_only": ("linear", "torch_packed", "torchao"),
+    "fp8_block": ("linear", "scaled_mm"),
+}
+# The formats in which a GPU can multiply what a scheme has.
+_CUDA_RATES = {"int8_dynamic": ("int8", "bf16"), "fp8_block": ("fp8", "bf16")}
 
 # The targets of the design by scheme and rows, set on AVX2 with 2 threads and a weight that a small cache did not hold.
 _TARGETS: dict[tuple[str, int], dict[str, float]] = {
@@ -110,6 +131,7 @@ class MatmulProblem:
     in_features: int = 4096
     group_size: int = 128
     footprint: int = 0
+    device: str = "cpu"
 
     def __str__(self) -> str:
         group = f" g{self.group_size}" if self.scheme.startswith("int4") else ""
@@ -148,10 +170,9 @@ class MatmulProblem:
 
     def draw(self) -> Inputs:
         """Normally distributed numbers from a fixed seed; what is static is calibrated on x itself."""
-        generator = torch.Generator().manual_seed(0)
-        dtype = DTYPES[self.dtype]
-        x = torch.randn(self.rows, self.in_features, generator=generator).to(dtype)
-        weight = torch.randn(self.out_features, self.in_features, generator=generator)
+        generator, dtype = generator_on(self.device), DTYPES[self.dtype]
+        x = torch.randn(self.rows, self.in_features, generator=generator, device=self.device).to(dtype)
+        weight = torch.randn(self.out_features, self.in_features, generator=generator, device=self.device)
         weight = weight.div_(self.in_features**0.5).to(dtype)
         options: dict[str, Any] = {}
         if self.scheme.startswith("int4"):
@@ -170,8 +191,7 @@ def _prepare_ours(problem: MatmulProblem, inputs: Inputs) -> Prepared:
     explanation = dk.explain(dk.quantized_matmul, x, inputs.quantized)
     weights = inputs.copies(lambda: copy.deepcopy(inputs.quantized), problem.weight_bytes)
     run = inputs.step(lambda weight: dk.quantized_matmul(x, weight), weights)
-    notes = {"backend": explanation.chosen, "tier": dk.build_info()["cpu_tier"], "weights": len(weights)}
-    return Prepared(run, notes)
+    return Prepared(run, {**our_notes(explanation), "weights": len(weights)})
 
 
 def _by_reference(problem: MatmulProblem, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
@@ -194,24 +214,34 @@ def our_lane(problem: MatmulProblem, name: str = OURS, title: str = "dskernels")
 
 
 def _against_peers(problem: MatmulProblem) -> Case:
-    peers = [peer for peer in competitors_for(OP) if peer.name in _PEERS[problem.scheme]]
-    targets = _TARGETS.get((problem.scheme, problem.rows), {}) if problem.dtype == "fp32" else {}
+    named = (_PEERS if problem.device == "cpu" else _CUDA_PEERS)[problem.scheme]
+    peers = [peer for peer in competitors_for(OP, problem.device) if peer.name in named]
+    options: dict[str, Any] = cuda_options(problem, *_CUDA_RATES.get(problem.scheme, ()), launch="queued")
+    if problem.device == "cpu":
+        options = _cpu_options(problem)
     state = "cold" if problem.footprint else "warm"
-    lanes = [Lane(name=peer.name, title=peer.title, problem=problem, competitor=peer) for peer in peers]
+    lanes = [
+        Lane(name=c.name, title=c.title, problem=problem, competitor=c)
+        for c in (*our_competitors(_OURS, problem.device), *peers)
+    ]
     return Case(
         op=OP,
         name=f"{problem.scheme}-m{problem.rows}-{state}-{problem.dtype}",
         title=str(problem),
         dtype=problem.dtype,
-        lanes=[our_lane(problem), *lanes],
-        targets=targets,
-        seconds=12.0 if targets else 8.0,
+        lanes=lanes,
+        **options,
     )
+
+
+def _cpu_options(problem: MatmulProblem) -> dict[str, Any]:
+    targets = _TARGETS.get((problem.scheme, problem.rows), {}) if problem.dtype == "fp32" else {}
+    return {"targets": targets, "seconds": 12.0 if targets else 8.0}
 
 
 def cases(quick: bool = False) -> list[Case]:
     """All cases, of 4096 x 4096 weights: those with targets, then some of the other schemes and of bfloat16."""
-    sizes: dict[str, int] = {"out_features": 64, "in_features": 1056, "group_size": 32} if quick else {}
+    sizes: dict[str, Any] = {"out_features": 64, "in_features": 1056, "group_size": 32} if quick else {}
     footprint = 2**18 if quick else _FOOTPRINT
     problems = []
     for scheme in ("int8_dynamic", "int4_dynamic", "int4_weight_only"):
@@ -227,3 +257,18 @@ def cases(quick: bool = False) -> list[Case]:
     ):
         problems.append(MatmulProblem(scheme=scheme, rows=rows, dtype=dtype, footprint=footprint, **sizes))
     return [_against_peers(problem) for problem in problems]
+
+
+def cuda_cases(quick: bool = False) -> list[Case]:
+    """All schemes that have peers on a GPU, with 8192 x 8192 weights, from one row to where the matrix units count."""
+    sizes: dict[str, Any] = {"out_features": 8192, "in_features": 8192, "footprint": _CUDA_FOOTPRINT}
+    if quick:
+        sizes = {"out_features": 256, "in_features": 1024, "footprint": 2**18}
+    # A turn for each scheme, so that all of them have cases where the time does not suffice for all cases.
+    schemes = ("int4_weight_only", "int8_dynamic", "fp8_block")
+    problems = [
+        MatmulProblem(scheme=scheme, rows=rows, dtype="bf16", device="cuda", **sizes)
+        for turn in ((1, 1, 1), (16, 32, 16), (64, 256, 256), (256, 4096, 4096))
+        for scheme, rows in zip(schemes, turn, strict=True)
+    ]
+    return [_against_peers(problem) for problem in (*problems, replace(problems[0], scheme="int8_weight_only"))]

@@ -7,6 +7,8 @@ cache, the four times as many bytes of the float weight matter least.
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.case import Case, Lane
 from benchmarks.ops.quantized_matmul import MatmulProblem, our_lane
 from benchmarks.peers import competitors_for
@@ -22,7 +24,7 @@ _QUICK_SHAPES = ((48, 64), (17, 100))
 
 def _case(out_features: int, in_features: int, rows: int, group_size: int) -> Case:
     (linear,) = competitors_for(OP)
-    sizes = {"out_features": out_features, "in_features": in_features, "group_size": group_size}
+    sizes: dict[str, Any] = {"out_features": out_features, "in_features": in_features, "group_size": group_size}
     problems = [MatmulProblem(scheme=scheme, rows=rows, dtype="fp32", **sizes) for scheme in SCHEMES]
     # Whose problem it is makes no difference to F.linear: all are drawn from the same seed.
     baseline = Lane(name=linear.name, title=linear.title, problem=problems[0], competitor=linear)

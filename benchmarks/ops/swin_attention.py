@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 import dskernels as dk
-from benchmarks.case import DTYPES, OURS, Case, Competitor, Lane, Prepared
+from benchmarks.case import (
+    DTYPES,
+    OURS,
+    Case,
+    Competitor,
+    Lane,
+    Prepared,
+    cuda_options,
+    generator_on,
+    our_competitors,
+    our_notes,
+)
 from benchmarks.peers import competitors_for
 from dskernels.testing import random_tensor
 
@@ -82,6 +93,7 @@ class SwinProblem:
     batch: int = 8
     cosine: bool = False
     backward: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         work = "forward + backward" if self.backward else "forward"
@@ -152,17 +164,16 @@ class SwinProblem:
 
     def draw(self) -> Inputs:
         """Normally distributed qkv and bias from a fixed seed; logit scales from 5 to 20, where training begins."""
-        generator = torch.Generator().manual_seed(0)
-        dtype = DTYPES[self.dtype]
+        generator, dtype = generator_on(self.device), DTYPES[self.dtype]
 
         def image(channels: int) -> Tensor:
             return random_tensor((self.batch, self.height, self.width, channels), dtype, generator=generator)
 
         qkv = image(3 * self.channels)
-        bias = torch.randn(self.heads, self.tokens, self.tokens, generator=generator).to(dtype)
+        bias = torch.randn(self.heads, self.tokens, self.tokens, generator=generator, device=self.device).to(dtype)
         logit_scale = None
         if self.cosine:
-            logit_scale = (5 + 15 * torch.rand(self.heads, generator=generator)).to(dtype)
+            logit_scale = (5 + 15 * torch.rand(self.heads, generator=generator, device=self.device)).to(dtype)
         return Inputs(qkv, bias, logit_scale, image(self.channels) if self.backward else None)
 
     def expected(self, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
@@ -182,9 +193,9 @@ def attention(problem: SwinProblem, **options: Any) -> Callable[..., Tensor]:
 
 def notes(problem: SwinProblem) -> dict[str, Any]:
     """What serves a call of these sizes here."""
-    qkv = torch.empty(problem.batch, problem.height, problem.width, 3 * problem.channels, dtype=DTYPES[problem.dtype])
-    explanation = dk.explain(dk.swin_attention, qkv, **problem.options)
-    return {"backend": explanation.chosen, "tier": dk.build_info()["cpu_tier"]}
+    shape = (problem.batch, problem.height, problem.width, 3 * problem.channels)
+    qkv = torch.empty(shape, dtype=DTYPES[problem.dtype], device=problem.device)
+    return our_notes(dk.explain(dk.swin_attention, qkv, **problem.options))
 
 
 def _prepare_ours(problem: SwinProblem, inputs: Inputs) -> Prepared:
@@ -196,7 +207,7 @@ _OURS = Competitor(name=OURS, title="dskernels", refuses=lambda problem: None, p
 
 def _against_peers(problem: SwinProblem, quick: bool) -> Case:
     sized = quick_sizes(problem) if quick else problem
-    competitors = [_OURS, *competitors_for(OP)]
+    competitors = [*our_competitors(_OURS, problem.device), *competitors_for(OP, problem.device)]
     lanes = [Lane(name=c.name, title=c.title, problem=sized, competitor=c) for c in competitors]
     aimed = problem.dtype == "fp32" and problem.shift > 0 and not problem.cosine
     targets = _TARGETS.get((problem.height, problem.backward), {}) if aimed else {}
@@ -206,8 +217,11 @@ def _against_peers(problem: SwinProblem, quick: bool) -> Case:
         title=str(sized),
         dtype=problem.dtype,
         lanes=lanes,
-        targets=targets,
-        seconds=12.0 if targets else 6.0,
+        **(
+            cuda_options(problem)
+            if problem.device == "cuda"
+            else {"targets": targets, "seconds": 12.0 if targets else 6.0}
+        ),
     )
 
 
@@ -250,4 +264,14 @@ def cases(quick: bool = False) -> list[Case]:
     last = replace(first, height=7, width=7, channels=768, heads=24, shift=0)
     cosine = replace(first, height=64, width=64, window=8, shift=4, cosine=True)
     problems += [problem for size in (second, last, cosine) for problem in with_backward(size)]
+    return [_against_peers(problem, quick) for problem in problems]
+
+
+def cuda_cases(quick: bool = False) -> list[Case]:
+    """The first and the third stage of Swin-B in a batch of 64, and a first stage of SwinV2-B."""
+    first = SwinProblem(height=56, width=56, channels=128, heads=4, shift=3, dtype="bf16", batch=64, device="cuda")
+    third = replace(first, height=14, width=14, channels=512, heads=16)
+    cosine = replace(first, height=64, width=64, window=8, shift=4, cosine=True)
+    problems = [problem for size in (first, third) for problem in with_backward(size)]
+    problems += [replace(first, dtype="fp32"), replace(first, dtype="fp32", backward=True), cosine]
     return [_against_peers(problem, quick) for problem in problems]

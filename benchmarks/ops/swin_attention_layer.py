@@ -55,6 +55,11 @@ class LayerProblem:
         return self.attention.dtype
 
     @property
+    def device(self) -> str:
+        """Where it runs."""
+        return self.attention.device
+
+    @property
     def result_names(self) -> Sequence[str]:
         """What `expected` and every competitor return."""
         names = ("x", *_PARAMETERS) if self.attention.backward else ()

@@ -77,6 +77,7 @@ class ModelProblem:
     patch: int = 4
     classes: int = 1000
     dtype: str = "fp32"
+    device: str = "cpu"
 
     def __str__(self) -> str:
         work = "training step" if self.backward else "inference"

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 import dskernels as dk
-from benchmarks.case import DTYPES, OURS, Case, Competitor, Lane, Prepared
+from benchmarks.case import (
+    DTYPES,
+    OURS,
+    Case,
+    Competitor,
+    Lane,
+    Prepared,
+    cuda_options,
+    generator_on,
+    our_competitors,
+    our_notes,
+)
 from benchmarks.peers import competitors_for
 from dskernels.testing import random_tensor
 
@@ -62,6 +73,7 @@ class WindowProblem:
     key_heads: int = 8
     head_dim: int = 64
     backward: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         heads = f"H{self.heads}" if self.heads == self.key_heads else f"H{self.heads}/{self.key_heads}"
@@ -101,14 +113,15 @@ class WindowProblem:
 
     def draw(self) -> Inputs:
         """Normally distributed inputs from a fixed seed."""
-        generator = torch.Generator().manual_seed(0)
+        generator = generator_on(self.device)
 
         def tensor(heads: int) -> Tensor:
             shape = (self.batch, heads, self.length, self.head_dim)
             return random_tensor(shape, DTYPES[self.dtype], generator=generator)
 
         q, k, v = tensor(self.heads), tensor(self.key_heads), tensor(self.key_heads)
-        return Inputs(q, k, v, dk.rope_table(self.head_dim, self.length), tensor(self.heads) if self.backward else None)
+        rope = dk.rope_table(self.head_dim, self.length).to(self.device)
+        return Inputs(q, k, v, rope, tensor(self.heads) if self.backward else None)
 
     def expected(self, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
         """Results of the reference, by chunks of queries with the keys, and the rows of the tables, they can see."""
@@ -139,20 +152,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _prepare_ours(problem: WindowProblem, inputs: Inputs) -> Prepared:
     options: dict[str, Any] = {"window": problem.window, "rope": inputs.rope}
     explanation = dk.explain(dk.window_attention, *inputs[:3], **options)
-    run = inputs.step(lambda q, k, v: _attend(q, k, v, **options))
-    return Prepared(run, {"backend": explanation.chosen, "tier": dk.build_info()["cpu_tier"]})
+    return Prepared(inputs.step(lambda q, k, v: _attend(q, k, v, **options)), our_notes(explanation))
 
 
 _OURS = Competitor(name=OURS, title="dskernels", refuses=lambda problem: None, prepare=_prepare_ours)
 
 
 def _against_peers(name: str, problem: WindowProblem, **targets: float) -> Case:
-    competitors = [_OURS, *competitors_for(OP)]
+    competitors = [*our_competitors(_OURS, problem.device), *competitors_for(OP, problem.device)]
     lanes = [Lane(name=c.name, title=c.title, problem=problem, competitor=c) for c in competitors]
-    return Case(op=OP, name=name, title=str(problem), dtype=problem.dtype, lanes=lanes, targets=targets)
+    options = cuda_options(problem) if problem.device == "cuda" else {"targets": targets}
+    return Case(op=OP, name=name, title=str(problem), dtype=problem.dtype, lanes=lanes, **options)
 
 
-def _growth(name: str, problem: WindowProblem, lengths: tuple[int, ...], limit: float) -> Case:
+def _growth(name: str, problem: WindowProblem, lengths: tuple[int, ...], limit: float | None = None) -> Case:
     problems = [replace(problem, length=length) for length in lengths]
     names = [f"N={length}" for length in lengths]
     lanes = [
@@ -167,19 +180,26 @@ def _growth(name: str, problem: WindowProblem, lengths: tuple[int, ...], limit: 
         dtype=problem.dtype,
         lanes=lanes,
         baseline=names[0],
-        limits={names[-1]: limit},
+        limits={} if limit is None else {names[-1]: limit},
         sweep=("N", lengths),
+        **(cuda_options(problem) if problem.device == "cuda" else {}),
     )
+
+
+def _sizes(quick: bool) -> tuple[WindowProblem, WindowProblem, tuple[int, ...]]:
+    """The small and the large problem, and the lengths of the growth."""
+    main = WindowProblem(length=4096, seen=256, dtype="fp32")
+    grouped = WindowProblem(length=8192, seen=1024, dtype="fp32", heads=32, key_heads=8, head_dim=128)
+    if not quick:
+        return main, grouped, (8192, 16384, 32768)
+    main = replace(main, length=160, seen=32, heads=2, key_heads=2, head_dim=16)
+    grouped = replace(grouped, length=160, seen=64, heads=4, key_heads=2, head_dim=16)
+    return main, grouped, (256, 512, 1024)
 
 
 def cases(quick: bool = False) -> list[Case]:
     """All cases. The targets are those of the design, set on AVX2 with 2 threads."""
-    lengths = (256, 512, 1024) if quick else (8192, 16384, 32768)
-    main = WindowProblem(length=4096, seen=256, dtype="fp32")
-    grouped = WindowProblem(length=8192, seen=1024, dtype="fp32", heads=32, key_heads=8, head_dim=128)
-    if quick:
-        main = replace(main, length=160, seen=32, heads=2, key_heads=2, head_dim=16)
-        grouped = replace(grouped, length=160, seen=64, heads=4, key_heads=2, head_dim=16)
+    main, grouped, lengths = _sizes(quick)
     bf16, fp16 = replace(main, dtype="bf16"), replace(main, dtype="fp16")
     return [
         _against_peers("forward-fp32", main, flex=4.0, sdpa_mask=18.0, sgemm=0.95),
@@ -190,4 +210,24 @@ def cases(quick: bool = False) -> list[Case]:
         _growth("growth-forward-fp32", main, lengths, 4.4),
         _growth("growth-forward-backward-fp32", replace(main, backward=True), lengths, 4.4),
         _against_peers("grouped-forward-fp32", grouped),
+    ]
+
+
+def cuda_cases(quick: bool = False) -> list[Case]:
+    """The same for a GPU, which only a batch of long sequences fills; ``causal`` has a window of the whole length."""
+    main, grouped, lengths = _sizes(quick)
+    main = replace(main, dtype="bf16", device="cuda")
+    grouped = replace(grouped, dtype="bf16", device="cuda")
+    batch = replace(grouped, batch=4)
+    fp32 = replace(main, dtype="fp32")
+    return [
+        _against_peers("forward-bf16", main),
+        _against_peers("forward-backward-bf16", replace(main, backward=True)),
+        _against_peers("grouped-forward-bf16", batch),
+        _against_peers("grouped-forward-backward-bf16", replace(batch, backward=True)),
+        _against_peers("forward-fp32", fp32),
+        _against_peers("forward-backward-fp32", replace(fp32, backward=True)),
+        _against_peers("causal-forward-bf16", replace(grouped, seen=grouped.length)),
+        _against_peers("forward-fp16", replace(main, dtype="fp16")),
+        _growth("growth-forward-backward-bf16", replace(grouped, backward=True), lengths),
     ]

@@ -20,14 +20,25 @@ import torch
 from torch import Tensor
 
 import dskernels as dk
-from benchmarks.case import DTYPES, OURS, Case, Competitor, Lane, Prepared
+from benchmarks.case import (
+    DTYPES,
+    OURS,
+    Case,
+    Competitor,
+    Lane,
+    Prepared,
+    cuda_options,
+    generator_on,
+    our_competitors,
+    our_notes,
+)
 from benchmarks.peers import competitors_for
 from dskernels.testing import random_tensor
 
 OP = "window_attention_decode"
 
-# Several times what a large server processor's last cache holds.
-_FOOTPRINT = 2**30
+# Several times what a large server processor's last cache holds, and a GPU's.
+_FOOTPRINT, _CUDA_FOOTPRINT = 2**30, 2**28
 
 # By how many tokens a sequence is longer than the one before it: each has wrapped at another slot.
 _APART = 61
@@ -44,6 +55,11 @@ class Inputs(NamedTuple):
     turn: Iterator[tuple[Tensor, Tensor]]
     cache_lengths: Tensor
     rope: dk.RopeTable
+
+    def last_rows(self) -> dk.RopeTable:
+        """The rows of the table at which the queries stand: one for each sequence, for all of its heads."""
+        last = self.cache_lengths - 1
+        return dk.RopeTable(self.rope.cos[last][:, None, None], self.rope.sin[last][:, None, None])
 
     def step(self, attend: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], list[Tensor]]:
         """The work that is timed, given a function of a cache's keys and values."""
@@ -73,6 +89,7 @@ class DecodeProblem:
     key_heads: int = 8
     head_dim: int = 128
     footprint: int = _FOOTPRINT
+    device: str = "cpu"
 
     def __str__(self) -> str:
         heads = f"H{self.heads}" if self.heads == self.key_heads else f"H{self.heads}/{self.key_heads}"
@@ -113,7 +130,7 @@ class DecodeProblem:
 
     def draw(self) -> Inputs:
         """Normally distributed inputs from a fixed seed."""
-        generator = torch.Generator().manual_seed(0)
+        generator = generator_on(self.device)
 
         def tensor(heads: int, length: int) -> Tensor:
             shape = (self.batch, heads, length, self.head_dim)
@@ -121,8 +138,8 @@ class DecodeProblem:
 
         q, k, v = tensor(self.heads, 1), tensor(self.key_heads, self.seen), tensor(self.key_heads, self.seen)
         caches = [(k, v), *((k.clone(), v.clone()) for _ in range(self.copies - 1))]
-        lengths = self.length + _APART * torch.arange(self.batch)
-        rope = dk.rope_table(self.head_dim, int(lengths[-1]))
+        lengths = self.length + _APART * torch.arange(self.batch, device=self.device)
+        rope = dk.rope_table(self.head_dim, int(lengths[-1])).to(self.device)
         return Inputs(q, caches, itertools.cycle(caches), lengths, rope)
 
     def expected(self, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
@@ -147,29 +164,43 @@ def _prepare_ours(problem: DecodeProblem, inputs: Inputs) -> Prepared:
     q, lengths, options = inputs.q, inputs.cache_lengths, _options(problem, inputs)
     explanation = dk.explain(dk.window_attention_decode, q, *inputs.caches[0], lengths, **options)
     run = inputs.step(lambda k, v: _attend(q, k, v, lengths, **options))
-    notes = {"backend": explanation.chosen, "tier": dk.build_info()["cpu_tier"], "caches": len(inputs.caches)}
-    return Prepared(run, notes)
+    return Prepared(run, {**our_notes(explanation), "caches": len(inputs.caches)})
 
 
 _OURS = Competitor(name=OURS, title="dskernels", refuses=lambda problem: None, prepare=_prepare_ours)
 
 
 def _against_peers(name: str, problem: DecodeProblem) -> Case:
-    competitors = [_OURS, *competitors_for(OP)]
+    competitors = [*our_competitors(_OURS, problem.device), *competitors_for(OP, problem.device)]
     lanes = [Lane(name=c.name, title=c.title, problem=problem, competitor=c) for c in competitors]
-    return Case(op=OP, name=f"{name}-{problem.dtype}", title=str(problem), dtype=problem.dtype, lanes=lanes)
+    options = cuda_options(problem, launch="queued") if problem.device == "cuda" else {}
+    return Case(op=OP, name=f"{name}-{problem.dtype}", title=str(problem), dtype=problem.dtype, lanes=lanes, **options)
+
+
+def _grouped(quick: bool) -> DecodeProblem:
+    problem = DecodeProblem(batch=1, seen=1024, dtype="fp32")
+    if quick:
+        problem = replace(problem, seen=32, length=100, heads=4, key_heads=2, head_dim=16, footprint=2**15)
+    return problem
 
 
 def cases(quick: bool = False) -> list[Case]:
     """All cases: grouped heads in two dtypes and three batches, and as many key heads as query heads."""
-    grouped = DecodeProblem(batch=1, seen=1024, dtype="fp32")
-    ungrouped = replace(grouped, seen=4096, heads=8, head_dim=64)
-    if quick:
-        grouped = replace(grouped, seen=32, length=100, heads=4, key_heads=2, head_dim=16, footprint=2**15)
-        ungrouped = replace(grouped, heads=2)
+    grouped = _grouped(quick)
+    ungrouped = replace(grouped, heads=2) if quick else replace(grouped, seen=4096, heads=8, head_dim=64)
     batches = [
         _against_peers(f"decode-b{batch}", replace(grouped, batch=batch, dtype=dtype))
         for dtype in ("fp32", "bf16")
         for batch in (1, 4, 16)
     ]
     return [*batches, _against_peers("ungrouped-decode-b1", ungrouped)]
+
+
+def cuda_cases(quick: bool = False) -> list[Case]:
+    """Grouped heads on a GPU: batches up to that of a busy server, and one long window."""
+    problem = replace(_grouped(quick), dtype="bf16", device="cuda")
+    if not quick:
+        problem = replace(problem, footprint=_CUDA_FOOTPRINT)
+    batches = [_against_peers(f"decode-b{batch}", replace(problem, batch=batch)) for batch in (1, 16, 64)]
+    long = problem if quick else replace(problem, seen=4096)
+    return [*batches, _against_peers("long-decode-b1", long)]

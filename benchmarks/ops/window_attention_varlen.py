@@ -16,7 +16,18 @@ import torch
 from torch import Tensor
 
 import dskernels as dk
-from benchmarks.case import DTYPES, OURS, Case, Competitor, Lane, Prepared
+from benchmarks.case import (
+    DTYPES,
+    OURS,
+    Case,
+    Competitor,
+    Lane,
+    Prepared,
+    cuda_options,
+    generator_on,
+    our_competitors,
+    our_notes,
+)
 from benchmarks.ops.window_attention import Inputs, WindowProblem
 from benchmarks.peers import competitors_for
 from dskernels.testing import random_tensor
@@ -39,6 +50,7 @@ class VarlenProblem:
     heads: int = 8
     head_dim: int = 64
     backward: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         work = "forward + backward" if self.backward else "forward"
@@ -72,17 +84,17 @@ class VarlenProblem:
     @property
     def offsets(self) -> Tensor:
         """Where each sequence begins, and where the last one ends."""
-        return torch.tensor([0, *self.lengths]).cumsum(0)
+        return torch.tensor([0, *self.lengths], device=self.device).cumsum(0)
 
     def draw(self) -> Inputs:
         """Normally distributed tensors ``[T, H, D]`` from a fixed seed."""
-        generator = torch.Generator().manual_seed(0)
+        generator = generator_on(self.device)
 
         def tensor() -> Tensor:
             shape = (1, sum(self.lengths), self.heads, self.head_dim)
             return random_tensor(shape, DTYPES[self.dtype], generator=generator)[0]
 
-        rope = dk.rope_table(self.head_dim, max(self.lengths))
+        rope = dk.rope_table(self.head_dim, max(self.lengths)).to(self.device)
         return Inputs(tensor(), tensor(), tensor(), rope, tensor() if self.backward else None)
 
     def expected(self, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
@@ -117,24 +129,33 @@ def _prepare_ours(problem: VarlenProblem, inputs: Inputs) -> Prepared:
     options: dict[str, Any] = {"window": problem.window, "rope": inputs.rope}
     explanation = dk.explain(dk.window_attention_varlen, *inputs[:3], offsets, offsets, **options)
     run = inputs.step(lambda q, k, v: _attend(q, k, v, offsets, **options))
-    return Prepared(run, {"backend": explanation.chosen, "tier": dk.build_info()["cpu_tier"]})
+    return Prepared(run, our_notes(explanation))
 
 
 _OURS = Competitor(name=OURS, title="dskernels", refuses=lambda problem: None, prepare=_prepare_ours)
 
 
 def _against_peers(name: str, problem: VarlenProblem) -> Case:
-    competitors = [_OURS, *competitors_for(OP)]
+    competitors = [*our_competitors(_OURS, problem.device), *competitors_for(OP, problem.device)]
     lanes = [Lane(name=c.name, title=c.title, problem=problem, competitor=c) for c in competitors]
-    return Case(op=OP, name=name, title=str(problem), dtype=problem.dtype, lanes=lanes)
+    options = cuda_options(problem) if problem.device == "cuda" else {}
+    return Case(op=OP, name=name, title=str(problem), dtype=problem.dtype, lanes=lanes, **options)
+
+
+def _cases(problem: VarlenProblem, quick: bool) -> list[Case]:
+    if quick:
+        problem = replace(problem, lengths=_QUICK_LENGTHS, seen=32, heads=2, head_dim=16)
+    return [
+        _against_peers(f"packed-forward-{problem.dtype}", problem),
+        _against_peers(f"packed-forward-backward-{problem.dtype}", replace(problem, backward=True)),
+    ]
 
 
 def cases(quick: bool = False) -> list[Case]:
     """All cases. No target is set."""
-    main = VarlenProblem(lengths=_LENGTHS, seen=256, dtype="fp32")
-    if quick:
-        main = replace(main, lengths=_QUICK_LENGTHS, seen=32, heads=2, head_dim=16)
-    return [
-        _against_peers("packed-forward-fp32", main),
-        _against_peers("packed-forward-backward-fp32", replace(main, backward=True)),
-    ]
+    return _cases(VarlenProblem(lengths=_LENGTHS, seen=256, dtype="fp32"), quick)
+
+
+def cuda_cases(quick: bool = False) -> list[Case]:
+    """The same in bfloat16 on a GPU, with heads of a larger model."""
+    return _cases(VarlenProblem(lengths=_LENGTHS, seen=256, dtype="bf16", heads=16, head_dim=128, device="cuda"), quick)

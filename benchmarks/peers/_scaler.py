@@ -6,10 +6,10 @@ import torch
 from torch.optim import Optimizer
 
 
-def grad_scaler(scale: float) -> torch.amp.GradScaler:
+def grad_scaler(scale: float, device: str) -> torch.amp.GradScaler:
     """A GradScaler that has seen a loss, and keeps its scale."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2**31 - 1)
-    scaler.scale(torch.zeros(()))
+    scaler = torch.amp.GradScaler(device, init_scale=scale, growth_interval=2**31 - 1)
+    scaler.scale(torch.zeros((), device=device))
     return scaler
 
 
@@ -26,5 +26,5 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer, *, again: bool 
         return
     scale = scaler._scale
     assert scale is not None
-    found_inf = torch.full((), 0.0)
+    found_inf = torch.full((), 0.0, device=scale.device)
     scaler._unscale_grads_(optimizer, scale.double().reciprocal().float(), found_inf, True)

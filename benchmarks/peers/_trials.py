@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
+
 _TRIALS = 3
 
 _Name = TypeVar("_Name")
@@ -18,10 +20,16 @@ def fastest(runs: Mapping[_Name, Callable[[], Any]]) -> _Name:
 
 
 def _best(run: Callable[[], Any]) -> float:
-    run()
+    _finish(run)
     seconds = []
     for _ in range(_TRIALS):
         start = time.perf_counter()
-        run()
+        _finish(run)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+def _finish(run: Callable[[], Any]) -> None:
+    run()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -41,5 +41,6 @@ COMPETITORS = {
         refuses=partial(why_not, "fbgemm"),
         prepare=_prepare,
         allowed_error=lambda problem: problem.rounding_error,
+        devices=("cpu",),
     )
 }

@@ -55,5 +55,6 @@ COMPETITORS = {
         refuses=partial(why_not, "onednn"),
         prepare=_prepare,
         allowed_error=lambda problem: problem.rounding_error,
+        devices=("cpu",),
     )
 }

@@ -153,5 +153,6 @@ COMPETITORS = {
         refuses=_refuses,
         prepare=_prepare,
         allowed_error=lambda problem: problem.rounding_error,
+        devices=("cpu",),
     )
 }

@@ -16,7 +16,6 @@ from benchmarks.case import Competitor, Prepared
 from benchmarks.peers._rope import rotation
 from benchmarks.peers._trials import fastest
 from benchmarks.peers._windows import merge, partition, region_mask
-from dskernels import RopeTable
 
 if TYPE_CHECKING:
     from benchmarks.ops import swin_attention
@@ -25,10 +24,7 @@ if TYPE_CHECKING:
 
 def _prepare(problem: DecodeProblem, inputs: Inputs) -> Prepared:
     # Rotation happened when keys were stored, and the order of slots does not matter to a softmax: no mask is needed.
-    last = inputs.cache_lengths - 1
-    # Each sequence has a row of its own, for all of its heads.
-    rows = RopeTable(inputs.rope.cos[last][:, None, None], inputs.rope.sin[last][:, None, None])
-    rotate = rotation(rows, inputs.q.dtype)
+    rotate = rotation(inputs.last_rows(), inputs.q.dtype)
     grouped = problem.heads != problem.key_heads
 
     def by_heads(k: Tensor, v: Tensor) -> Tensor:

@@ -25,13 +25,18 @@ _MASK = {"mask": "boolean, dense"}
 
 
 def _attention(inputs: Inputs, seen: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    position = torch.arange(inputs.q.shape[2])
+    position = torch.arange(inputs.q.shape[2], device=inputs.q.device)
     distance = position[:, None] - position
     mask = (distance >= 0) & (distance < seen)
     rotate = rotation(inputs.rope, inputs.q.dtype)
-    grouped = inputs.q.shape[1] != inputs.k.shape[1]
+    group = inputs.q.shape[1] // inputs.k.shape[1]
+    grouped = group > 1
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if grouped and q.is_cuda:
+            # The only kernel that takes both a mask and groups there is the one that writes all scores to memory.
+            k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+            return F.scaled_dot_product_attention(rotate(q), rotate(k), v, attn_mask=mask)
         return F.scaled_dot_product_attention(rotate(q), rotate(k), v, attn_mask=mask, enable_gqa=grouped)
 
     return attend

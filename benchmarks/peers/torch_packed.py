@@ -1,7 +1,8 @@
 """torch's own operators on packed weights, a different one for each scheme.
 
 For float32 activations the weight-only ones are slower by an order of magnitude than for bfloat16, so activations go
-through bfloat16 there. ``_int_mm`` takes codes, and leaves quantizing and scaling to eager operators.
+through bfloat16 there. ``_int_mm`` takes codes, and leaves quantizing and scaling to eager operators; torchao compiles
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
     from benchmarks.ops.quantized_matmul import Inputs, MatmulProblem
 
 
+# cuBLAS's limit, as torch checks it.
+_LEAST_ROWS = 16
+# How many tiles of 16 values a thread of the GPU's kernel reads at once: 2, 4 or 8.
+_INNER_TILES = 8
+
+
 def _refuses(problem: MatmulProblem) -> str | None:
+    if problem.scheme == "int8_dynamic" and problem.device == "cuda" and problem.rows <= _LEAST_ROWS:
+        return f"on a GPU _int_mm takes more than {_LEAST_ROWS} rows only"
     if problem.scheme == "int4_dynamic" and problem.rows > 1:
         return "_dyn_quant_matmul_4bit is a scalar loop on x86, and takes a second for 16 rows"
     if problem.scheme == "int4_dynamic" and problem.dtype != "fp32":
@@ -51,7 +60,9 @@ def _int_mm(inputs: Inputs) -> Prepared:
         return (product.float().mul_(scale).mul_(weight.scale)).to(x.dtype)
 
     # Which one is faster depends on the instruction set.
-    forms = {"columns": weight.qweight.T, "rows": weight.qweight.T.contiguous()}
+    forms = {"columns": weight.qweight.T}
+    if not x.is_cuda:
+        forms["rows"] = weight.qweight.T.contiguous()
     weights = {name: inputs.copies(codes.clone, codes.nbytes) for name, codes in forms.items()}
     runs = {name: inputs.step(multiply, made) for name, made in weights.items()}
     best = fastest(runs)
@@ -73,14 +84,23 @@ def _int8pack(x: Tensor, weight: dk.QuantizedWeight) -> _Packed:
 
 
 def _int4pack(x: Tensor, weight: dk.QuantizedWeight) -> _Packed:
-    codes = unpack_int4(weight.qweight, weight.in_features).to(torch.int32)
+    codes = unpack_int4(weight.qweight, weight.in_features)
     # What stands for code 8 is added: 0, as the weights are symmetric.
     scales = torch.stack((weight.scale.T, torch.zeros_like(weight.scale.T)), -1).bfloat16().contiguous()
 
-    def multiply(packed: Tensor) -> Tensor:
-        return torch._weight_int4pack_mm_for_cpu(x.bfloat16(), packed, weight.group_size, scales).to(x.dtype)
+    operator = "_weight_int4pack_mm" if x.is_cuda else "_weight_int4pack_mm_for_cpu"
+    product = getattr(torch, operator)
+    if x.is_cuda:
+        pairs = codes[:, ::2].to(torch.uint8) << 4 | codes[:, 1::2].to(torch.uint8)
+        packed = torch._convert_weight_to_int4pack(pairs.contiguous(), _INNER_TILES)
+    else:
+        packed = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
 
-    return torch._convert_weight_to_int4pack_for_cpu(codes, 1), multiply, "_weight_int4pack_mm_for_cpu in bfloat16"
+    def multiply(packed: Tensor) -> Tensor:
+        out: Tensor = product(x.bfloat16(), packed, weight.group_size, scales)
+        return out.to(x.dtype)
+
+    return packed, multiply, f"{operator} in bfloat16"
 
 
 def _dyn_quant_4bit(x: Tensor, weight: dk.QuantizedWeight) -> _Packed:

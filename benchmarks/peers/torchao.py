@@ -1,11 +1,11 @@
-"""torchao's int8 weights, eager or compiled. torchao 0.18 has no int4 or fp8 kernels for an x86 CPU."""
+"""torchao's int8 weights and, on a GPU, int4 ones, eager or compiled. It has no int4 kernels for an x86 CPU (0.18)."""
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,13 @@ def _refuses(problem: MatmulProblem) -> str | None:
 def _prepare(problem: MatmulProblem, inputs: Inputs) -> Prepared:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+        from torchao.quantization import quantize_
     # Every case compiles anew; what earlier ones left behind would count against Dynamo's limit of recompilations.
     torch._dynamo.reset()
     x, weight = inputs.x, inputs.weight
-    dynamic = problem.scheme == "int8_dynamic"
-
     layer = torch.nn.Linear(problem.in_features, problem.out_features, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    quantize_(layer, Int8DynamicActivationInt8WeightConfig() if dynamic else Int8WeightOnlyConfig())
+    quantize_(layer, _config(problem))
 
     def eager(weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -46,6 +44,17 @@ def _prepare(problem: MatmulProblem, inputs: Inputs) -> Prepared:
     runs = {name: inputs.step(form, weights) for name, form in forms.items()}
     best = fastest(runs)
     return Prepared(runs[best], {"form": best, "forms_tried": list(forms), "weights": len(weights)})
+
+
+def _config(problem: MatmulProblem) -> Any:
+    from torchao import quantization
+
+    if problem.scheme == "int8_dynamic":
+        return quantization.Int8DynamicActivationInt8WeightConfig()
+    if problem.scheme == "int8_weight_only":
+        return quantization.Int8WeightOnlyConfig()
+    # The format of tinygemm, which needs nothing beyond torch.
+    return quantization.Int4WeightOnlyConfig(group_size=problem.group_size, int4_packing_format="tile_packed_to_4d")
 
 
 COMPETITORS = {

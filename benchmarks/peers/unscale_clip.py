@@ -26,7 +26,7 @@ def _prepare(problem: ClipProblem, inputs: Inputs) -> Prepared:
     parameters = [torch.nn.Parameter(torch.empty_like(grad)) for grad in mine.grads]
     for parameter, grad in zip(parameters, mine.grads, strict=True):
         parameter.grad = grad
-    optimizer, scaler = torch.optim.SGD(parameters), grad_scaler(LOSS_SCALE)
+    optimizer, scaler = torch.optim.SGD(parameters), grad_scaler(LOSS_SCALE, problem.device)
 
     def clipping(foreach: bool) -> Callable[[float], Tensor]:
         def clip(max_norm: float) -> Tensor:
@@ -46,7 +46,7 @@ def _prepare(problem: ClipProblem, inputs: Inputs) -> Prepared:
 
 def _prepare_step(problem: StepProblem, inputs: Any) -> Prepared:
     loop: Loop = inputs.loop()
-    scaler = grad_scaler(loop.loss_scale)
+    scaler = grad_scaler(loop.loss_scale, problem.device)
 
     def stepping(foreach: bool) -> Callable[[], Results]:
         def run() -> Results:

@@ -45,7 +45,7 @@ def _replace_competitor(monkeypatch, name, prepare, op=cases):
 
     peers = [changed(competitor) for competitor in competitors_for(op.OP)]
     monkeypatch.setattr(op, "_OURS", changed(op._OURS))
-    monkeypatch.setattr(op, "competitors_for", lambda name: peers)
+    monkeypatch.setattr(op, "competitors_for", lambda name, device="cpu": peers)
 
 
 def _one_key_too_many(original, problem, inputs):
@@ -132,7 +132,7 @@ def test_cases_say_how_long_they_are_timed_unless_told(monkeypatch, arguments, e
     (case,) = (case for case in cases.cases(quick=True) if case.name == "forward-fp32")
     given = []
     monkeypatch.setattr(
-        run, "take_turns", lambda runs, *, seconds, repeats, own_threads: given.append((seconds, repeats)) or {}
+        run, "take_turns", lambda runs, *, clock, seconds, repeats, own_threads: given.append((seconds, repeats)) or {}
     )
     options = run._options(["--peers", "none", *arguments])
     options.quick = True

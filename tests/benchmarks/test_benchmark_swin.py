@@ -287,7 +287,7 @@ def test_other_work_is_caught(tmp_path, monkeypatch, op, name, case, fault, reas
 
     peers = [changed(competitor) for competitor in competitors_for(op.OP)]
     monkeypatch.setattr(op, "_OURS", changed(op._OURS))
-    monkeypatch.setattr(op, "competitors_for", lambda name: peers)
+    monkeypatch.setattr(op, "competitors_for", lambda name, device="cpu": peers)
     status, lanes = _run(tmp_path, op, "--case", case)
     assert status == 1
     wrong = {name: record.reason for (_, name), record in lanes.items() if record.status == "wrong"}
