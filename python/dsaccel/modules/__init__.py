@@ -8,6 +8,7 @@ from dsaccel.modules.multihead import WindowMultiheadAttention
 from dsaccel.modules.replace import ReplacedAttention, replace_attention
 from dsaccel.modules.rotary import RotaryEmbedding
 from dsaccel.modules.sdpa import sdpa_as_window_attention
+from dsaccel.modules.sharing import SharedBlocks, share_blocks, shared_modules, unique_parameter_count
 from dsaccel.modules.swin_attention import SwinAttention
 from dsaccel.modules.swin_bias import ContinuousPositionBias, RelativePositionBias
 from dsaccel.modules.swin_block import SwinBlock
@@ -23,6 +24,7 @@ __all__ = [
     "RelativePositionBias",
     "ReplacedAttention",
     "RotaryEmbedding",
+    "SharedBlocks",
     "SlidingWindowLM",
     "SwiGLU",
     "SwinAttention",
@@ -34,4 +36,7 @@ __all__ = [
     "WindowMultiheadAttention",
     "replace_attention",
     "sdpa_as_window_attention",
+    "share_blocks",
+    "shared_modules",
+    "unique_parameter_count",
 ]

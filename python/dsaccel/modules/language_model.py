@@ -110,7 +110,7 @@ class SlidingWindowLM(nn.Module):
         """A cache for each layer, for ``batch`` sequences; arguments as in `WindowAttention.new_cache`."""
         if dtype is None:
             # What goes through the layers has the dtype of the embedding; quantized layers have none of their own.
-            dtype = self.embed(torch.empty(0, dtype=torch.int64, device=self.norm.weight.device)).dtype
+            dtype = self.embed(torch.zeros(1, 1, dtype=torch.int64, device=self.norm.weight.device)).dtype
         attentions = (cast(TransformerBlock, block).attn for block in self.blocks)
         return [attention.new_cache(batch, new_tokens=new_tokens, dtype=dtype) for attention in attentions]
 
