@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from dsaccel.demo.options import DemoError
 
@@ -72,6 +74,26 @@ def even_windows(text: Tensor, length: int, count: int) -> Tensor:
     return windows[rows].long()
 
 
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """The windows of a text, one after the other, as inputs and targets, int64, shape ``[length]`` each.
+
+    Args:
+        text: uint8, shape ``[T]``.
+        length: of a window; targets are one byte further.
+    """
+
+    def __init__(self, text: Tensor, length: int) -> None:
+        _check_length(text, length)
+        self._windows = text.unfold(0, length + 1, length)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        window = self._windows[index].long()
+        return window[:-1], window[1:]
+
+
 class Batches:
     """Endless batches of windows of a text: every window once an epoch, cut and ordered anew in each.
 
@@ -107,6 +129,14 @@ class Batches:
         self.position += 1
         starts = self._starts[index * self.size : (index + 1) * self.size]
         return self.text[starts[:, None] + torch.arange(self.length + 1)].long()
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is left of the epoch, as inputs and targets, int64, shape ``[size, length]`` each."""
+        while True:
+            windows = self.next()
+            yield windows[:, :-1], windows[:, 1:]
+            if self.position % self._per_epoch == 0:
+                return
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on with the next batch."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dsaccel.modules import SlidingWindowLM
+from dsaccel.parallel import ParallelPlan
+from dsaccel.train.config import CHOICES, check_policy
 
 
 class DemoError(Exception):
@@ -36,7 +38,12 @@ class Options:
     length: int = 512
     batch: int = 4
     lr: float = 3e-3
-    bf16: bool = False
+    schedule: str = "warmup_cosine"
+    accumulate: int = 1
+    amp: str = "off"
+    checkpoint_policy: str = "none"
+    sampler: str = "shuffle"
+    plan: ParallelPlan = dataclasses.field(default_factory=ParallelPlan)
     backend: str | None = None
     threads: int | None = None
     compare: bool = True
@@ -44,19 +51,24 @@ class Options:
 
     def __post_init__(self) -> None:
         """Checks the ranges; what concerns the model alone, the model checks."""
-        for name in ("steps", "length", "batch", "threads", "compare_length"):
+        for name in ("steps", "length", "batch", "accumulate", "threads", "compare_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected a positive number, got {value}")
+        check_policy(self.checkpoint_policy)
+        for name, multiple in (("batch", self.plan.batch_multiple), ("length", self.plan.cp)):
+            if getattr(self, name) % multiple:
+                raise ValueError(
+                    f"{name}: expected a multiple of {multiple} for plan {self.plan}, got {getattr(self, name)}"
+                )
         for name in ("lr", "minutes"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}: expected a positive number, got {value}")
 
-    def what_decides_the_result(self) -> dict[str, Any]:
-        """The options that must not change between a run and its resumption."""
-        apart = ("out", "fresh", "minutes", "threads", "compare", "compare_length")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in apart}
+    def of_the_model(self) -> dict[str, Any]:
+        """The options that the model and its data are made by; the others are those of `dsaccel.train.TrainConfig`."""
+        return {name: getattr(self, name) for name in ("layers", "dim", "heads", "window", "length", "backend")}
 
     def model(self) -> SlidingWindowLM:
         """The model of the run, over bytes, with fresh weights."""
@@ -90,10 +102,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     )
     defaults = {field.name: field.default for field in dataclasses.fields(Options)}
 
-    def add(name: str, kind: Callable[[str], Any], text: str) -> None:
+    def add(name: str, kind: Callable[[str], Any], text: str, choices: Sequence[str] | None = None) -> None:
         default = defaults[name.replace("-", "_")]
         text = text if default is None else f"{text} (default: {default})"
-        parser.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+        metavar = None if choices else kind.__name__.upper()
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, choices=choices, help=text)
 
     add("out", Path, "folder for pictures, log and checkpoint")
     parser.add_argument("--fresh", action="store_true", help="start over, instead of going on from the checkpoint")
@@ -108,9 +121,20 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("length", int, "tokens of a training sequence")
     add("batch", int, "sequences of a training step")
     add("lr", float, "highest learning rate")
-    parser.add_argument("--bf16", action="store_true", help="train under autocast to bfloat16")
-    choices, text = ("cpu", "reference"), "backend of the attention in training (default: the first that serves)"
-    parser.add_argument("--backend", choices=choices, help=text)
+    add("schedule", str, "of the learning rate", CHOICES["schedule"])
+    add("accumulate", int, "batches of a step, whose gradients are added up")
+    add("amp", str, "train under autocast to this precision", CHOICES["amp"])
+    parser.add_argument("--bf16", dest="amp", action="store_const", const="bf16", help="the same as --amp bf16")
+    add(
+        "sampler",
+        str,
+        "order of the text: each piece once an epoch; hard ones more often; easy ones first",
+        CHOICES["sampler"],
+    )
+    add("checkpoint-policy", str, "blocks computed again in backward: none, full, every:2, selective, ...")
+    text = "processes, as dp=2,tp=2: starts them and trains in all (default: this one)"
+    parser.add_argument("--plan", type=_plan, metavar="PLAN", help=text)
+    add("backend", str, "of the attention in training (default: the first that serves)", ("cpu", "reference"))
     add("threads", int, "CPU threads (default: torch's choice)")
     parser.add_argument("--no-compare", dest="compare", action="store_false", help="leave the comparison out")
     add("compare-length", int, "tokens of a sequence in the comparison")
@@ -119,4 +143,13 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     try:
         return Options(**{**quick, **given})
     except ValueError as error:
-        parser.error(f"--{error}")
+        name, _, text = str(error).partition(": ")
+        parser.error(f"--{name.replace('_', '-')}: {text}")
+
+
+def _plan(text: str) -> ParallelPlan:
+    try:
+        return ParallelPlan.parse(text)
+    except (TypeError, ValueError) as error:
+        # Of a ValueError, argparse would not show the text.
+        raise argparse.ArgumentTypeError(str(error)) from error

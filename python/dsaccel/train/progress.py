@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from dsaccel.train.trainer import Trainer
 
 
 class Progress:
@@ -43,3 +46,22 @@ class Progress:
             print(file=self._stream)
             self._open = False
         print(text, file=self._stream, flush=True)
+
+
+def status_line(trainer: Trainer) -> str:
+    """Step, loss, speed and time left: ``step 12/100   loss 2.31   validation loss 2.40   51 samples/s   8 s left``.
+
+    Args:
+        trainer: after a step at least; loss and speed are those of its last 20 events.
+    """
+    steps = trainer.config.steps
+    # Averages over the last steps: single batches differ too much to be followed by eye.
+    recent = [event for event in trainer.recent if event["event"] == "train"]
+    loss = sum(event["loss"] for event in recent) / len(recent)
+    speed = sum(event["samples"] for event in recent) / sum(event["seconds"] for event in recent)
+    left = trainer.seconds / trainer.step * (steps - trainer.step)
+    validation = f"validation loss {trainer.validation_loss:.3g}   " if trainer.validation_loss is not None else ""
+    return (
+        f"step {trainer.step:>{len(str(steps))}}/{steps}   loss {loss:.3g}   {validation}{speed:.3g} samples/s   "
+        f"{left:.0f} s left"
+    )
