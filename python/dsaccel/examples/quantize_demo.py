@@ -13,23 +13,24 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from dsaccel.demo.data import Batches, Corpus, even_windows, load_corpus
-from dsaccel.demo.main import INTERRUPTED, PROMPT
+from dsaccel.demo.launch import exit_code
+from dsaccel.demo.main import PROMPT
 from dsaccel.demo.options import QUICK, DemoError
 from dsaccel.demo.options import Options as DemoOptions
 from dsaccel.demo.plot import require_matplotlib
-from dsaccel.demo.progress import Progress
-from dsaccel.demo.train import FINAL_LR, RunFolder, Training, loss_of, make_optimizer, train, train_step
+from dsaccel.demo.train import FINAL_LR, go_to_checkpoint, loss_of, make_optimizer, make_trainer, train_step
 from dsaccel.examples.claims import DYNAMIC, QAT, STATIC, claims_table, judged
 from dsaccel.examples.measure import machine, saved_bytes, seconds_in_turns, speed, with_torch_dynamic
 from dsaccel.examples.report import Row, bars, markdown_table, write
 from dsaccel.examples.schemes import SCHEMES
 from dsaccel.modules import SlidingWindowLM
+from dsaccel.train import Progress
 
 FLOAT32, TORCH = "float32", "torch quantize_dynamic"
 TRAINED_SCHEMES = ("int8_dynamic", "int8_static", "int4_dynamic g32", "int4_weight_only g32")
@@ -101,22 +102,18 @@ def trained(corpus: Corpus, options: DemoOptions, progress: Progress) -> Sliding
         KeyboardInterrupt: Ctrl-C or SIGTERM came; the checkpoint has the last step.
     """
     try:
-        training = Training(options, corpus)
+        trainer = make_trainer(options, corpus, progress)
     except ValueError as error:
         raise DemoError(str(error)) from error
-    folder = RunFolder(options.out)
-    if options.fresh:
-        folder.clear()
-    else:
-        folder.load(training)
-    train(training, folder, progress)
-    return training.model
+    go_to_checkpoint(trainer, options)
+    trainer.run()
+    return cast(SlidingWindowLM, trainer.parts.modules[0])
 
 
 def train_further(model: nn.Module, corpus: Corpus, options: Options) -> None:
     """Goes on training, at the rate where the demo ends, with the batches that would come next."""
     demo = options.demo
-    optimizer = make_optimizer(model, demo.lr * FINAL_LR)
+    optimizer = make_optimizer(list(model.parameters()), demo.lr * FINAL_LR)
     batches = Batches(corpus.train, demo.length, demo.batch, demo.seed)
     batches.load_state_dict({"position": demo.steps})
     for _ in range(options.further):
@@ -250,9 +247,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DemoError as error:
         print(f"dsaccel.examples.quantize_demo: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         progress.say("Interrupted. The same command goes on from the last step of the demo's training.")
-        return INTERRUPTED
+        return exit_code(interruption)
     text = report_of(rows, further, options.demo.steps, options.further)
     steps = {"steps": options.demo.steps, "further_steps": options.further}
     write(options.out, {"machine": machine(), **steps, "rows": rows, "further": further}, text)

@@ -46,6 +46,25 @@ def replace_section(text: str, name: str, section: str) -> str:
     return f"{before}{begin}\n{section}\n{end}{rest.split(end)[1]}"
 
 
+def publish(doc: Path, name: str, section: str, files: Mapping[str, Path]) -> None:
+    """Puts results into a page of the documentation: the section ``name``, and files into the folder of that name.
+
+    Args:
+        doc: the page.
+        name: of the section's marks, and of the folder beside the page.
+        section: in Markdown.
+        files: by the name that each gets.
+
+    Raises:
+        ValueError: the page has no place for the section.
+    """
+    doc.write_text(replace_section(doc.read_text(), name, section))
+    folder = doc.parent / name
+    folder.mkdir(exist_ok=True)
+    for published, path in files.items():
+        (folder / published).write_bytes(path.read_bytes())
+
+
 def bars(rows: Sequence[Row], panels: Columns, title: str, path: Path) -> None:
     """Draws bars for each row, a panel for each column.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,12 +17,12 @@ from torch import nn
 
 from dsaccel.demo.options import DemoError
 from dsaccel.demo.plot import require_matplotlib
-from dsaccel.demo.progress import Progress
 from dsaccel.examples.measure import machine
-from dsaccel.examples.report import Row, markdown_table, replace_section, write
+from dsaccel.examples.report import Row, markdown_table, publish, replace_section, write
 from dsaccel.examples.swin_digits import Digits, confusion, load_digits, log_probabilities, make_model, train
 from dsaccel.examples.swin_picture import plot_confusion
 from dsaccel.examples.swin_timing import backend, time_block, time_model
+from dsaccel.train import Progress
 
 # What --quick sets: seconds in all, to see that it runs. So small a model is slower on two threads than on one.
 QUICK: dict[str, Any] = {"epochs": 1, "rounds": 1, "threads": 1}
@@ -34,7 +33,7 @@ COLUMNS = {
     "faster": ("Times as fast", ".2f"),
 }
 # What --doc writes beside the page, in a folder of this name, and the section of the page itself.
-DOC_FOLDER, DOC_SECTION = "swin", "swin"
+DOC_SECTION = "swin"
 PICTURE = "confusion.png"
 
 
@@ -121,20 +120,6 @@ def report_of(result: Row) -> str:
     )
 
 
-def publish(out: Path, doc: Path) -> None:
-    """Puts the results of a run into a page of the documentation: its section, and JSON and picture beside it.
-
-    Raises:
-        ValueError: the page has no place for them.
-    """
-    result = json.loads((out / "results.json").read_text())
-    doc.write_text(replace_section(doc.read_text(), DOC_SECTION, report_of(result)))
-    folder = doc.parent / DOC_FOLDER
-    folder.mkdir(exist_ok=True)
-    for name, published in (("results.json", "digits.json"), (PICTURE, PICTURE)):
-        (folder / published).write_bytes((out / name).read_bytes())
-
-
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """The options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m dsaccel.examples.swin", description=__doc__)
@@ -172,7 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = run(options, progress)
         if options.doc is not None:
-            publish(options.out, options.doc)
+            files = {"digits.json": options.out / "results.json", PICTURE: options.out / PICTURE}
+            publish(options.doc, DOC_SECTION, report_of(result), files)
     except DemoError as error:
         print(f"dsaccel.examples.swin: {error}", file=sys.stderr)
         return 1
