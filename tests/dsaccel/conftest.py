@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +16,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes for distributed code; see tests/shared/ranks.py."""
+    shared = Ranks()
+    yield shared
+    shared.close()

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
+from documents import blocks_of, run_blocks
 from torch import nn
 
 import dsaccel.quant
 
-DOC = Path(__file__).parents[2] / "docs" / "quantization.md"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOC.read_text(), re.MULTILINE | re.DOTALL)
+PAGE = "quantization.md"
+BLOCKS = blocks_of(PAGE)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_examples_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    namespace: dict[str, object] = {}
-    for language, block in BLOCKS:
-        if language == "python":
-            capsys.readouterr()
-            exec(compile(block, DOC.name, "exec"), namespace)
-        elif language == "":
-            assert block in capsys.readouterr().out
+def test_examples_run_in_order() -> None:
+    run_blocks(BLOCKS, PAGE)
 
 
 @pytest.mark.parametrize("name", dsaccel.quant.__all__)

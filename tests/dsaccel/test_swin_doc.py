@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from documents import blocks_of, run_blocks
 from installed import require
 
 import dsaccel.modules
 
-DOC = Path(__file__).parents[2] / "docs" / "swin.md"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", DOC.read_text(), re.MULTILINE | re.DOTALL)
+PAGE = "swin.md"
+BLOCKS = blocks_of(PAGE)
 # From here on they need others' models.
 LOADING = next(index for index, (_, block) in enumerate(BLOCKS) if "import torchvision" in block)
 
 
-def run(blocks: list[tuple[str, str]], capsys: pytest.CaptureFixture[str], namespace: dict[str, object]) -> None:
-    for language, block in blocks:
-        if language == "python":
-            capsys.readouterr()
-            exec(compile(block, DOC.name, "exec"), namespace)
-        else:
-            assert block in capsys.readouterr().out
+@pytest.mark.usefixtures("one_thread")
+def test_examples_run_in_order() -> None:
+    run_blocks(BLOCKS[:LOADING], PAGE)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_examples_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
-    run(BLOCKS[:LOADING], capsys, {})
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_examples_of_loading_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_of_loading_run_in_order() -> None:
     require("torchvision")
     require("timm")
     imports = "import torch\nfrom dsaccel.modules import SwinTransformer\n"
-    run([("python", imports), *BLOCKS[LOADING:]], capsys, {})
+    run_blocks([("python", imports), *BLOCKS[LOADING:]], PAGE)
 
 
 def test_every_module_is_shown() -> None:

@@ -40,7 +40,7 @@ class LoadProgress(NamedTuple):
 
 
 def print_progress(progress: LoadProgress) -> None:
-    """A line on the standard error for each file."""
+    """A line on the standard error for each file that is read to its end, of which ``progress`` tells."""
     if progress.last_of_file:
         done, total = progress.done / 1e9, progress.total / 1e9
         print(f"{progress.file} of {progress.files} files loaded, {done:.2f} of {total:.2f} GB", file=sys.stderr)
