@@ -9,5 +9,5 @@ The first two, about quantization, share `schemes` (what is compared) and `claim
 docs/quantized_models.md has their results. The third has its parts in `swin_digits` (data, model, training),
 `swin_eager` (the attention to compare with), `swin_timing` and `swin_picture`; docs/swin_example.md has its results,
 docs/static_graph.md those of the fourth.
-`measure` (sizes and times) and `report` are for all.
+`command` (options), `measure` (sizes and times) and `report` are for all.
 """

@@ -22,6 +22,7 @@ from dsaccel.demo.data import load_corpus, text_of
 from dsaccel.demo.options import DemoError
 from dsaccel.demo.plot import require_matplotlib
 from dsaccel.examples.claims import DYNAMIC, STATIC, claims_table, judged
+from dsaccel.examples.command import parse_options
 from dsaccel.examples.measure import machine, saved_bytes, seconds_in_turns, speed, with_torch_dynamic
 from dsaccel.examples.report import Row, bars, markdown_table, write
 from dsaccel.examples.schemes import SCHEMES, Scheme
@@ -246,21 +247,12 @@ def report_of(rows: Sequence[Row]) -> str:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """The options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m dsaccel.examples.minilm", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Options.out, help="folder for the results (default: %(default)s)")
-    for name, text in (
-        ("sentences", "that are embedded, from the held-out text of the demo"),
-        ("calibration", "sentences that int8_static is calibrated on, from the rest of that text"),
-        ("rounds", "in which each variant is timed"),
-    ):
-        default = getattr(Options, name)
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    options = parser.parse_args(arguments)
-    for name, least in (("sentences", 3), ("calibration", 1), ("rounds", 1), ("threads", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            parser.error(f"--{name}: expected a number from {least}, got {value}")
-    return Options(**vars(options))
+    numbers = {
+        "sentences": ("that are embedded, from the held-out text of the demo", 3),
+        "calibration": ("sentences that int8_static is calibrated on, from the rest of that text", 1),
+        "rounds": ("in which each variant is timed", 1),
+    }
+    return parse_options(parser, Options, numbers, arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

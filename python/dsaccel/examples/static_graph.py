@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dsaccel.examples.command import parse_options
 from dsaccel.examples.measure import machine, seconds_in_turns, speed
-from dsaccel.examples.report import Row, markdown_table, publish, replace_section, write
+from dsaccel.examples.report import Row, markdown_table, publish, write
 from dsaccel.modules import SlidingWindowLM, SwinTransformer
 from dsaccel.train import Progress
 
@@ -161,25 +162,9 @@ def report_of(result: Row) -> str:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """The options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m dsaccel.examples.static_graph", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Options.out, help="folder for the results (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="small models, one round: to see that it runs")
-    for name, text in (("rounds", "of timing (default: 25)"), ("threads", "of the CPU (default: torch's choice)")):
-        parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=text)
     parser.add_argument("--backend", default=Options.backend, help="of torch.compile (default: %(default)s)")
-    parser.add_argument("--doc", type=Path, help="also put the results into this page, between its marks")
-    given = vars(parser.parse_args(arguments))
-    quick = QUICK if given.pop("quick") else {}
-    options = Options(**{**quick, **given})
-    for name in ("rounds", "threads"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name}: expected a number from 1, got {value}")
-    if options.doc is not None:
-        try:
-            replace_section(options.doc.read_text(), DOC_SECTION, "")
-        except (OSError, ValueError) as error:
-            parser.error(f"--doc: {error}")
-    return options
+    numbers = {"rounds": ("in which both are timed", 1)}
+    return parse_options(parser, Options, numbers, arguments, quick=QUICK, section=DOC_SECTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

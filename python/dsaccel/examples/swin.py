@@ -17,8 +17,9 @@ from torch import nn
 
 from dsaccel.demo.options import DemoError
 from dsaccel.demo.plot import require_matplotlib
+from dsaccel.examples.command import parse_options
 from dsaccel.examples.measure import machine
-from dsaccel.examples.report import Row, markdown_table, publish, replace_section, write
+from dsaccel.examples.report import Row, markdown_table, publish, write
 from dsaccel.examples.swin_digits import Digits, confusion, load_digits, log_probabilities, make_model, train
 from dsaccel.examples.swin_picture import plot_confusion
 from dsaccel.examples.swin_timing import backend, time_block, time_model
@@ -123,30 +124,12 @@ def report_of(result: Row) -> str:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """The options of a command line."""
     parser = argparse.ArgumentParser(prog="python -m dsaccel.examples.swin", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Options.out, help="folder for the results (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few steps: seconds, to see that it runs")
-    for name, text in (
-        ("epochs", "passes over the digits"),
-        ("seed", "of weights and batches"),
-        ("rounds", "in which the two attentions are timed"),
-    ):
-        help_ = f"{text} (default: {getattr(Options, name)})"
-        parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=help_)
-    parser.add_argument("--threads", type=int, default=argparse.SUPPRESS, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--doc", type=Path, help="also put the results into this page, between its marks")
-    given = vars(parser.parse_args(arguments))
-    quick = QUICK if given.pop("quick") else {}
-    options = Options(**{**quick, **given})
-    for name, least in (("epochs", 1), ("seed", 0), ("rounds", 1), ("threads", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            parser.error(f"--{name}: expected a number from {least}, got {value}")
-    if options.doc is not None:
-        try:
-            replace_section(options.doc.read_text(), DOC_SECTION, "")
-        except (OSError, ValueError) as error:
-            parser.error(f"--doc: {error}")
-    return options
+    numbers = {
+        "epochs": ("passes over the digits", 1),
+        "seed": ("of weights and batches", 0),
+        "rounds": ("in which the two attentions are timed", 1),
+    }
+    return parse_options(parser, Options, numbers, arguments, quick=QUICK, section=DOC_SECTION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
